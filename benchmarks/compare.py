@@ -191,7 +191,7 @@ def main(
     machine: Annotated[str, typer.Option(help="The machine's name in BENCHMARKS.md, for --results.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Compare tokens per second with other engines. `nanoinfer bench throughput --help` describes the workloads."""
+    """Compare tokens per second with other engines. `nanoinfer bench throughput --help-all` describes the workloads."""
     if math.isfinite(picked.request_rate):
         raise InvalidValueError(f"other engines take all requests at once; leave out request_rate={picked.request_rate}")
     if results_file and (repeats < LEAST_RUNS or not machine or engine.dtype == "auto"):

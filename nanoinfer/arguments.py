@@ -215,7 +215,10 @@ def check_argument_names(owner: str) -> Callable[[Callable[P, R]], Callable[P, R
             for name in [name for name in kwargs if name not in known]:
                 value = kwargs.pop(name)
                 if (ours := nanoinfer.argument_of_vllm(owner, name, value)) is None:
-                    raise InvalidTypeError(f"{owner} has no argument {name!r}; {suggest(name, known)}")
+                    hint = suggest(name, known)
+                    if {"sampling_params", "max_model_len"} & {*known} and name in nanoinfer.SamplingParams.__annotations__:
+                        hint = f"it is an argument of SamplingParams: SamplingParams({name}={shown(value)})"
+                    raise InvalidTypeError(f"{owner} has no argument {name!r}; {hint}")
                 if ours and value is not None:
                     if ours in kwargs or ours in positional[: len(args) - 1]:
                         raise InvalidTypeError(f"{owner} got {ours} twice: {name} is another name for it; leave one out")

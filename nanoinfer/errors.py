@@ -2,10 +2,11 @@
 
 Each message says what is wrong, what was given, what is allowed, and gives a hint.
 
-A prompt that is only too long for the engine raises no error. Its result has finish_reason "error". Other prompts are answered.
+A prompt that is too long raises no error if other prompts of the call are answered. Its result has finish_reason "error".
 """
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ class InvalidValueError(NanoinferError, ValueError):
 
 
 class InvalidPromptError(InvalidValueError):
-    """A prompt that cannot be used."""
+    """A prompt that cannot be used. outputs: the RequestOutputs of an LLM.generate whose prompts are all too long."""
+
+    outputs: Sequence[object] = ()
 
 
 class UnsupportedError(InvalidValueError):
@@ -153,6 +156,17 @@ def check_flag(name: str, value: object) -> None:
     """Check that a value is True or False. Raises: InvalidTypeError."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def takes(function: object, *arguments: object) -> bool:
+    """Whether a function can be called with these arguments. False for what cannot be called."""
+    try:
+        inspect.signature(function).bind(*arguments)  # type: ignore[arg-type]
+    except ValueError:  # some functions in C have no signature
+        return callable(function)
+    except TypeError:
+        return False
+    return True
 
 
 def first_ten(items: list[str], separator: str = ", ") -> str:

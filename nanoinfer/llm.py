@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, NoReturn, Self, cast
 
 import torch
 from tqdm import tqdm
@@ -21,7 +21,7 @@ from nanoinfer.engine.inputs import PreparedRequest
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.prompts import PromptType
 from nanoinfer.engine.request import Request
-from nanoinfer.errors import InvalidValueError, NanoinferError, check_flag
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_flag
 from nanoinfer.features.chat.methods import ChatMethods
 from nanoinfer.features.embedding.methods import EmbeddingMethods
 from nanoinfer.features.training.methods import WeightMethods
@@ -106,6 +106,12 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
             f"attention_backend={info.attention_backend!r}, max_model_len={info.max_model_len}, seed={self.engine.seed})"
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            "an LLM cannot be pickled or copied, because its memory and threads belong to this process; call LLM(...) in the "
+            "process that uses it"
+        )
+
     @check_argument_names("generate()")
     def generate(
         self,
@@ -118,7 +124,8 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
     ) -> list[RequestOutput]:
         """Generate answers to all prompts in one batch, and return the outputs in the order of the prompts.
 
-        A prompt that is too long for the engine gets finish_reason "error", with the reason in outputs[0].error.
+        A request that fails gets finish_reason "error", with the reason in outputs[0].error: its prompt is too long, or no
+        token is left to draw. The logger "nanoinfer" warns once per call.
 
         Args:
             prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
@@ -129,11 +136,14 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
 
         Raises:
             InvalidPromptError, InvalidTypeError, InvalidValueError: for a prompt, with its index, before anything runs.
+            InvalidPromptError: every prompt is too long. The error's `outputs` are what would have been returned.
         """
         check_flag("use_tqdm", use_tqdm)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         prepared = self.engine.inputs.prepare_all(prompts, params, priority=priority, lora_request=lora_request)
-        return [cast(RequestOutput, request.output) for request in self._complete(prepared, use_tqdm)]
+        outputs = [cast(RequestOutput, request.output) for request in self._complete(prepared, use_tqdm)]
+        tell_failures(outputs, were_refused=all(one.error for one in prepared))
+        return outputs
 
     @check_argument_names("stream()")
     def stream(
@@ -280,3 +290,18 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
                     speed = f"input {num_input / seconds:.1f} tok/s, output {num_output / seconds:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=num_pending == len(pending))
                 bar.update(num_pending - len(pending))
+
+
+def tell_failures(outputs: list[RequestOutput], *, were_refused: bool) -> None:
+    """Log how many requests failed, and the first reason. Raises: InvalidPromptError if every prompt was refused."""
+    all_answers = [(number, answer) for number, output in enumerate(outputs) for answer in output.outputs]
+    failed = [(number, answer) for number, answer in all_answers if answer.finish_reason == "error"]
+    if not failed:
+        return
+    (first, answer), total = failed[0], len(outputs)
+    if were_refused:
+        error = InvalidPromptError(f"each of {total} prompts is too long: {answer.error}" if total > 1 else answer.error)
+        error.outputs = outputs
+        raise error
+    text, num_failed = "%d of %d requests failed: %s (see outputs[%d].outputs[%d].error)", len({number for number, _ in failed})
+    logger.warning(text, num_failed, total, answer.error, first, answer.index)

@@ -70,6 +70,12 @@ def _load_engine(config: EngineConfig) -> tuple[LLMEngine, Checkpoint]:
             eos_token_ids=loaded.eos_token_ids,
             shards=shards,
         )
+    if loaded.tokenizer is None and not config.skip_tokenizer_init:
+        text = (
+            "%s has no tokenizer, such as tokenizer.json: prompts must be token ids, and requests need detokenize=False; pass "
+            "tokenizer=... for text, or skip_tokenizer_init=True"
+        )
+        logger.warning(text, loaded.checkpoint.path)
     engine.observer.engine_loaded(engine, weights.num_parameters)
     engine.observer.flush()
     opened = loaded.checkpoint  # in another format than safetensors, its header may be large

@@ -5,9 +5,10 @@ No result holds a tensor or the engine.
 
 from dataclasses import Field, dataclass, field, fields
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 import nanoinfer
+from nanoinfer.errors import InvalidTypeError, shown
 
 if TYPE_CHECKING:
     from nanoinfer.tokenization.detokenizer import Detokenizer
@@ -36,15 +37,17 @@ def _shown(value: object, max_items: int = 6) -> str:
 
 
 class ShortRepr:
-    """A dataclass whose repr omits fields that are None and shortens lists, such as 1,000 token ids."""
+    """A dataclass whose repr omits fields that are None and shortens lists, such as 1,000 token ids, and a long prompt."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = (f"{name}={_shown(value)}" for name, value in values.items() if value is not None)
-        return f"{type(self).__name__}({', '.join(shown)})"
+        texts = {name: _shown(value) for name, value in values.items() if value is not None}
+        if len(prompt := values.get("prompt") or "") > 100:
+            texts["prompt"] = f"{prompt[:60]!r} ... {len(prompt)} characters in all"
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,12 @@ class RequestOutput(ShortRepr):
     def num_cached_tokens(self) -> int:
         """The number of prompt tokens that were found in the prefix cache."""
         return self.metrics.num_cached_tokens
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: object) -> NoReturn:  # nano-vllm returns dicts
+            answer = "use output.outputs[0].text and output.outputs[0].token_ids"
+            raise InvalidTypeError(f"'RequestOutput' object is not subscriptable, got [{shown(name)}]; {answer}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -59,6 +59,12 @@ class CheckedParams:
         return copy.copy(self)
 
 
+PARAMETERS_OF_FEATURES = (  # which an engine that was made without features refuses (engine/inputs.py)
+    *("logprobs", "return_sampling_mask", "prompt_logprobs", "bad_words", "no_repeat_ngram_size", "repetition_detection"),
+    *("thinking_token_budget", "structured_outputs"),
+)
+
+
 @declared
 @dataclass(kw_only=True)
 class SamplingParams(CheckedParams):

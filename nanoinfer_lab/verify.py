@@ -318,8 +318,9 @@ def _read_with_transformers(
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.path, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval()
-    expected, sequences = {}, groupby(sorted(readings, key=attrgetter("ids")), key=attrgetter("ids"))
-    for ids, group in tqdm(sequences, "reading in transformers", delay=2, leave=False, disable=None):
+    expected = {}
+    by_ids = [(ids, [*group]) for ids, group in groupby(sorted(readings, key=attrgetter("ids")), key=attrgetter("ids"))]
+    for ids, group in tqdm(by_ids, "reading in transformers", delay=2, leave=False, disable=None):
         logits = model(torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
         rows = logits.float().log_softmax(-1).cpu()
         own = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

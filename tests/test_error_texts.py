@@ -28,6 +28,7 @@ CONTRADICTIONS = {
         "structured_outputs=StructuredOutputsParams(regex='a'), ignore_eos=True",
         "structured_outputs=StructuredOutputsParams(regex='a'), allowed_token_ids=[1]", "bad_words=['a', [2, -1]]",
         "logit_bias={1: 1e3}", "allowed_token_ids=[3, True]", "logits_processors=[lambda: 1]", "tempreature=1", "best_of=2",
+        "do_sample=True", "use_beam_search=True", "num_beams=4", "guided_json={}", "max_new_tokens=5",
     ),
     "BeamSearchParams": ("width=3", "early_stopping='always'", "max_token=3"),
     "StructuredOutputsParams": ("", "json={}, regex='a'", "json='x'", "json='1'", "json=dict", "choice=[]", "jsn={}"),
@@ -48,6 +49,7 @@ CONTRADICTIONS = {
         "speculative_config={'method': 'ngram', 'prompt_lookup_min': 0}",
         "speculative_config={'method': 'ngram', 'prompt_lookup_max': 1}",
         "max_num_seq=3", "pipeline_parallel_size=2", "'tiny-qwen3', 'tiny-gpt2'", "gpu_memory_utilization=0", "swap_space=3",
+        "temperature=0",
     ),
     "AsyncEngineArgs": ("max_num_queued_requests=-1", "max_num_queued_requests='x'", "streaming=1", "stream=True"),
 }  # fmt: skip
@@ -141,7 +143,7 @@ def calls() -> Iterator[tuple[str, str]]:
 def write() -> None:
     texts: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
     for kind, call in calls():
-        if (text := KINDS[kind](call)) is not None and not (IS_NOT_OURS.search(text) and kind != "HTTP"):
+        if (text := KINDS[kind](call)) and not (IS_NOT_OURS.search(text) and kind != "HTTP"):
             texts[kind][call] = text
     FILE.write_text(json.dumps(texts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

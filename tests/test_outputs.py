@@ -34,6 +34,9 @@ def test_a_repr_leaves_out_what_is_not_there_and_shortens_lists():
     output = CompletionOutput(0, "a", list(range(1000)))
     assert repr(output) == "CompletionOutput(index=0, text='a', token_ids=[0, 1, 2, 3, 4, 5, ... 1000 in all])"
     assert "logprobs=[{5: Logprob(" in repr(Delta("a", [5], logprobs=[{5: Logprob(-1.0, 1, "a")}]))
+    long = RequestOutput("r", "ab" * 60, [1], [CompletionOutput(0, "cd" * 60, [2])], True, RequestMetrics(0.0))
+    assert f"prompt='{'ab' * 30}' ... 120 characters in all, prompt_token_ids=[1]" in repr(long)
+    assert "cd" * 60 in repr(long)
 
 
 def test_results_with_equal_fields_are_equal_and_cached_tokens_are_those_of_the_metrics():

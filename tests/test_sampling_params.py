@@ -420,8 +420,8 @@ def test_an_unknown_argument_is_named_with_the_one_that_was_meant():
         SamplingParams(temprature=0.5)
     with pytest.raises(InvalidTypeError, match=r"no argument 'repitition_penalty'; did you mean repetition_penalty\?"):
         SamplingParams(repitition_penalty=1.1)
-    with pytest.raises(InvalidTypeError, match="no argument 'best_of'; known are temperature, top_k"):
-        SamplingParams(best_of=2)
+    with pytest.raises(InvalidTypeError, match="no argument 'xyz'; known are temperature, top_k"):
+        SamplingParams(xyz=2)
     with pytest.raises(InvalidTypeError, match=r"keyword arguments only, got \(0.5,\); write temperature=0.5"):
         SamplingParams(0.5)
 

@@ -18,8 +18,7 @@ def doctor(
         bool, typer.Option("--kernels", help="List each attention backend, and what is compiled of the model.")
     ] = False,
     bits: Annotated[
-        bool,
-        typer.Option("--bits", help="Compare tokens and log-probabilities in float32 with the published ones."),
+        bool, typer.Option("--bits", help="Compare tokens and log-probabilities in float32 with the published ones.")
     ] = False,
     prefix_cache_dir: Annotated[str | None, EngineArgs] = None,
     clear: Annotated[

@@ -21,7 +21,7 @@ from nanoinfer.fast.cpu.accelerate import screened_head
 from nanoinfer.fast.cpu.screen import num_copy_bytes
 from nanoinfer.features.formats.gguf_families import GGUFCheckpoint
 from nanoinfer.features.hybrid.sizes import HybridSizes
-from nanoinfer.features.quantization.rounding import check_sizes, num_linear_bytes, num_tied_bytes, num_weight_bytes
+from nanoinfer.features.quantization.rounding import check_sizes, num_linear_bytes, num_weight_bytes
 from nanoinfer.features.training.stored import store
 from nanoinfer.loading import config_json, devices, loader
 from nanoinfer.loading.checkpoint import DEFAULT_MODEL, Checkpoint, locate, read_json
@@ -55,7 +55,6 @@ class Inspection:
     num_head_copy_bytes: int | None = None  # the bytes of the copy in 8 bits that screens the LM head. None: there is no copy
     num_peak_bytes: int | None = None  # the most bytes while these two are loaded, in pieces from the files, and afterwards
     num_quantized_bytes: dict[str, int] = field(default_factory=dict)  # of the weights, by LLM's `quantization`. CPU only
-    num_tied_bytes: dict[str, int] = field(default_factory=dict)  # part of these: an embedding's table whose copy is the head
     num_draft_bytes: dict[int, int] = field(default_factory=dict)  # by bits, of the copy that drafts for "quantized". CPU only
     num_cache_bytes_per_token: int | None = None
     num_users: int  # the number of sequences at a time
@@ -128,7 +127,6 @@ def _add_copies(found: Inspection, model: nn.Module) -> None:
     with suppress(UnsupportedError):  # raised for a layer whose inputs have no groups
         check_sizes(model)
         found.num_quantized_bytes = {name: num_weight_bytes(model, name) for name in BITS}
-        found.num_tied_bytes = {name: num_tied_bytes(model, name) for name in BITS}
         found.num_draft_bytes = {bits: num_linear_bytes(model, bits) for bits in BITS.values()}
 
 
@@ -175,7 +173,6 @@ def print_inspection(found: Inspection) -> None:
         ("8-bit copy of the LM head", size(found.num_head_copy_bytes)),
         ("peak while loading", size(found.num_peak_bytes)),
         *((f"weights in {name}", size(num_bytes)) for name, num_bytes in found.num_quantized_bytes.items()),
-        *((f"... of it a tied embedding ({name})", size(num)) for name, num in found.num_tied_bytes.items() if num),
         *((f"{bits}-bit copy for drafts", size(num_bytes)) for bits, num_bytes in found.num_draft_bytes.items()),
         ("KV cache per token", shown(found.num_cache_bytes_per_token, " bytes")),
         (f"memory for {found.num_users} x {found.num_tokens} tokens", size(found.num_bytes)),

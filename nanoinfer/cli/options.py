@@ -471,7 +471,7 @@ def read_standard_input() -> str:
     try:
         return io.StringIO(sys.stdin.read().removeprefix("\ufeff"), newline=None).getvalue().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise InvalidPromptError(f"standard input is not valid text ({error})") from error
+        raise InvalidPromptError(f"standard input is not valid text ({error}); give UTF-8, and set PYTHONUTF8=1") from error
 
 
 def check_writable(path: Path) -> None:

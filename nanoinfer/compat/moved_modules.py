@@ -12,7 +12,6 @@ from types import ModuleType
 # Old path -> new path. A package brings its modules with it, unless the table has them as well.
 MOVED = {
     "nanoinfer.lab": "nanoinfer_lab",
-    "nanoinfer.lab.bench.environment": "nanoinfer.system.environment",
     "nanoinfer.lab.learn": "nanoinfer_course.learn",
     "nanoinfer.tracing": "nanoinfer.features.tracing",
     "nanoinfer.async_llm": "nanoinfer.server.async_llm",
@@ -23,12 +22,8 @@ MOVED = {
     "nanoinfer.training.policy": "nanoinfer.features.policy.policy",
     "nanoinfer.engine.beam_search": "nanoinfer.features.beam_search.search",
     "nanoinfer.engine.metrics": "nanoinfer.features.metrics.engine_metrics",
-    "nanoinfer.engine.speculative": "nanoinfer.features.drafts",
-    "nanoinfer.engine.speculative.drafter": "nanoinfer.features.drafts.draft_model",
-    "nanoinfer.engine.speculative.quantized": "nanoinfer.features.drafts.draft_model",
     "nanoinfer.models.gated_delta": "nanoinfer.features.hybrid.gated_delta",
     "nanoinfer.models.qwen_next": "nanoinfer.features.hybrid.qwen_next",
-    "nanoinfer.sampling.grammar": "nanoinfer.features.structured.grammar",
     "nanoinfer.sampling.logits_processors": "nanoinfer.features.own_code.logits_processors",
 }
 

@@ -16,11 +16,13 @@ import nanoinfer
 from nanoinfer.config import READ_IF, EngineConfig
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError, check_integer, shown
 from nanoinfer.execution.executor import ExecutorInfo
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import PARAMETERS_OF_FEATURES, SamplingParams
 from nanoinfer.scheduling.sequence import Constraint
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class InputProcessor:
     ) -> None:
         self._info, self.vocab_size, self.max_model_len = info, info.vocab_size, info.max_model_len
         self._config, self.tokenizer, self.features = config, tokenizer, features
-        self._accepts_priority, self._has_warned = accepts_priority, False
+        self._accepts_priority, self._warnings = accepts_priority, set[str]()
 
     def prepare(self, prompt: object, params: SamplingParams, **options: object) -> PreparedRequest:
         """Parse, tokenise and check one prompt, and compile what it needs. Raises: the errors of prepare_prompt and compile."""
@@ -97,7 +99,14 @@ class InputProcessor:
             raise unread("priority", priority)
         params = params.clone()  # the caller may change its own object while the request runs
         self._check(token_ids, params)
-        error = self._too_long(len(token_ids), text) if len(token_ids) >= self.max_model_len else None
+        error, num_left = None, self.max_model_len - len(token_ids)
+        if num_left < 1:
+            error = self._too_long(len(token_ids), text)
+        elif (params.max_tokens or 0) > num_left:
+            self._warn_once(
+                "max_tokens=%d is more than the %d tokens that max_model_len=%d leaves after the prompt; the answer ends there",
+                *(params.max_tokens, num_left, self.max_model_len),
+            )
         given = prompt if isinstance(prompt, dict) else {}
         salt = f"/{given['cache_salt']}" if given.get("cache_salt") else None  # the user's salt
         # render_chat gives the tokenizer's EOS, for which the model may lack a row.
@@ -109,11 +118,16 @@ class InputProcessor:
         for name, option in options.items():
             if option is not None:
                 raise unread(name, option)
+        for name in () if self.features else PARAMETERS_OF_FEATURES:
+            if (value := getattr(params, name)) != getattr(_NOTHING, name):
+                raise unread(name, value)
         return prepared
 
     def compile(self, prepared: PreparedRequest) -> PreparedRequest:
-        """Add the constraint that must be compiled, if there is one. Raises: the errors of its compiler."""
-        return replace(prepared, constraints=(*prepared.constraints, prepared.compile())) if prepared.compile else prepared
+        """Add the constraint that must be compiled, if there is one, once. Raises: the errors of its compiler."""
+        if prepared.compile is None:
+            return prepared
+        return replace(prepared, constraints=(*prepared.constraints, prepared.compile()), compile=None)
 
     def prepare_all(
         self, prompts: object, params: SamplingParams | Sequence[SamplingParams], **options: object
@@ -147,14 +161,18 @@ class InputProcessor:
             if self.tokenizer is None:
                 raise InvalidPromptError("no tokenizer is loaded; give token ids, or load the model with a tokenizer")
             ids = self.tokenizer.encode(prompt, max_tokens=self.max_model_len)
-            if len(ids) > 1 and not self._has_warned and ids[:1] == ids[1:2] == self.tokenizer.encode("")[:1]:
-                self._has_warned = True
+            if len(ids) > 1 and ids[0] == ids[1] and ids[:1] == self.tokenizer.encode("")[:1]:
                 text = (
                     "a prompt begins with %s twice, since the tokenizer adds it to a text that has it; call chat(), or give ids"
                 )
-                logger.warning(text, self.tokenizer.token_text(ids[0]))
+                self._warn_once(text, self.tokenizer.token_text(ids[0]))
             return prompt, ids
         return None, _token_ids(prompt)
+
+    def _warn_once(self, text: str, *args: object) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            logger.warning(text, *args)
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         """Refuse what this model cannot serve."""

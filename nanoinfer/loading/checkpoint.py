@@ -204,6 +204,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> None:
     except FileNotFoundError as error:
         if path.name == "config.json":
             _refuse_adapter(path.parent)
+            _refuse_cache(path.parent)
         raise CheckpointNotFoundError(
             f"{path} does not exist; a checkpoint is a folder with config.json and weights"
         ) from error
@@ -238,6 +239,16 @@ def _refuse_adapter(path: Path) -> None:
     raise CheckpointNotFoundError(f"{path} is a LoRA adapter, not a model; {hint}")
 
 
+def _refuse_cache(path: Path) -> None:
+    """Refuse a folder of the hub's cache, models--owner--name, with the folders in it that are models."""
+    if snapshots := list_folder(path / "snapshots"):
+        name = path.name.removeprefix("models--").replace("--", "/")
+        folders = first_ten([str(path / "snapshots" / snapshot) for snapshot in sorted(snapshots)])
+        raise CheckpointNotFoundError(
+            f"{path} is a folder of the hub's cache; give the name {name!r}, or a snapshot: {folders}"
+        )
+
+
 def _names(path: Path) -> set[str]:
     """Return the names of a folder's files, without the weights of an adapter."""
     names = set(list_folder(path))
@@ -258,6 +269,12 @@ def _weight_files(path: Path, present: set[str], model: str) -> tuple[list[Path]
         raise CheckpointNotFoundError(f"{index_path} names {first_ten(missing)}, not in the folder; download them too")
     if not names:
         _refuse_adapter(path)
+        is_whole = Path(model).expanduser().is_dir()  # of the hub, only files that can be read were downloaded
+        if is_whole and not any(name.endswith((".bin", ".pt", ".pth")) for name in present):
+            raise CheckpointNotFoundError(
+                f"{path} holds no *.safetensors or *.gguf file, so it has no weights; put them beside its config.json, or "
+                "download the model again"
+            )
         raise CheckpointNotFoundError(f"{path} holds no *.safetensors file. " + _CONVERT.format(model=model))
     for name in names:
         check_file(path / name)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanoinfer.errors import CheckpointError, NanoinferError, WeightsError, shown
+from nanoinfer.errors import CheckpointError, InvalidValueError, NanoinferError, WeightsError, shown
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.weights import Weights
-from nanoinfer.models.registry import find_model
+from nanoinfer.models.registry import CONFIG_FIELDS, ModelConfig, find_model, is_registered
 
 # Fields of a family's config that cannot exceed the number of weights.
 _SIZES = (
@@ -35,14 +35,22 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
             raise CheckpointError(
                 f"{name} in {path} must be a number >= 1 and <= {_MAX_LAYERS}, got {given}; download it again"
             )
+    is_own, source = is_registered(model_class), source_of(model_class, path)
     try:
         config = model_class.Config.from_hf(checkpoint.config)
-    except KeyError as error:
-        raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
+        if is_own and not (dataclasses.is_dataclass(config) and isinstance(config, ModelConfig)):
+            raise TypeError(f"it returns {shown(config)}, not a dataclass with {', '.join(CONFIG_FIELDS)}")
     except NanoinferError:
         raise
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if is_own:
+            reason = f"{type(error).__name__}: {error}"
+            text = f"{model_class.__name__}.Config.from_hf fails on {path} ({reason}); correct the class, or the file"
+            raise InvalidValueError(text) from error
+        if isinstance(error, KeyError):
+            raise CheckpointError(f"{path} has no {error}, which this architecture needs") from error
         raise CheckpointError(f"{path} holds a value of the wrong type ({error}); download it again") from error
+    kind, hint = (InvalidValueError, "correct its from_hf") if is_own else (CheckpointError, "download it again")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         allowed = None
@@ -56,30 +64,35 @@ def read_config(checkpoint: Checkpoint) -> tuple[type[Any], Any]:
         elif field.type is bool and type(value) is not bool:
             allowed = "true or false"
         if allowed is not None:
-            raise CheckpointError(f"{field.name} in {path} must be {allowed}, got {shown(value)}; download it again")
+            raise kind(f"{field.name} {source} must be {allowed}, got {shown(value)}; {hint}")
     if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            f"num_attention_heads in {path} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
+        raise kind(
+            f"num_attention_heads {source} must be a multiple of num_key_value_heads, got {config.num_attention_heads} "
             f"and {config.num_key_value_heads}"
         )
     return model_class, config
 
 
-def compare_sizes(config: Any, files: Weights, path: Path) -> None:
+def source_of(model_class: type[Any], path: Path) -> str:
+    """Say where a config's value is: in the file, or in what a user's class has made of the file."""
+    return f"of {model_class.__name__}.Config, read from {path}," if is_registered(model_class) else f"in {path}"
+
+
+def compare_sizes(config: Any, files: Weights, source: str) -> None:
     """Refuse sizes that the headers of the weights contradict, so that neither 10**6 layers nor 10**9 angles are built.
 
-    These limits hold for any architecture. find_sources compares every tensor.
+    These limits hold for any architecture. find_sources compares every tensor. source: source_of the config.
     """
 
     def refuse(sentence: str) -> NoReturn:
         raise WeightsError(f"{sentence}; are both of the same model?")
 
     if config.num_hidden_layers > len(files):
-        refuse(f"num_hidden_layers in {path} is {config.num_hidden_layers}, but the weights are {len(files)} tensors")
+        refuse(f"num_hidden_layers {source} is {config.num_hidden_layers}, but the weights are {len(files)} tensors")
     if (num_experts := getattr(config, "num_experts", 0) * len(getattr(config, "sparse_layers", ()))) > len(files):
-        refuse(f"num_experts in {path} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors")
+        refuse(f"num_experts {source} makes {num_experts} experts in all layers, but the weights are {len(files)} tensors")
     num_elements = sum(math.prod(info.shape) for info in files.values())
     for name in _SIZES:
         size = getattr(config, name, None) or 1
         if size > num_elements:
-            refuse(f"{name} in {path} is {size}, but the weights have only {num_elements} elements")
+            refuse(f"{name} {source} is {size}, but the weights have only {num_elements} elements")

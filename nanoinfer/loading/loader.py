@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import CheckpointNotFoundError, shown
+from nanoinfer.errors import CheckpointNotFoundError, InvalidTypeError, shown
 from nanoinfer.loading.checkpoint import Checkpoint, load_tokenizer, locate
-from nanoinfer.loading.config_json import compare_sizes, read_config
+from nanoinfer.loading.config_json import compare_sizes, read_config, source_of
 from nanoinfer.loading.devices import check_memory, resolve_device, resolve_dtype
 from nanoinfer.loading.weights import Weights, fill, find_sources, head_is_tied
-from nanoinfer.models.registry import Model
+from nanoinfer.models.registry import Model, saved_without_head
 from nanoinfer.system.process import set_cuda_device
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
@@ -83,10 +83,17 @@ def on_meta(checkpoint: Checkpoint) -> tuple[Any, Weights]:
     """Build the checkpoint's model on the meta device, with shapes but no weights. Also returns the checkpoint's tensors."""
     model_class, config = read_config(checkpoint)
     files = checkpoint.open_weights()
-    compare_sizes(config, files, checkpoint.config_path)
+    compare_sizes(config, files, source_of(model_class, checkpoint.config_path))
     rules = model_class.weight_rules
     is_tied = head_is_tied(config.tie_word_embeddings, files, rules)
-    if not any(name.removeprefix(rules.prefix) == rules.head for name in files) and (checkpoint.path / "modules.json").exists():
-        is_tied = True  # an embedding model, which has no use for a head
+    if not is_tied and not any(name.removeprefix(rules.prefix) == rules.head for name in files):
+        is_embedding_model = (checkpoint.path / "modules.json").exists()
+        is_tied = is_embedding_model or saved_without_head(checkpoint.config)
+        if is_tied and not is_embedding_model:
+            text = "%s was saved without its LM head: embed() works, but generated texts have no meaning"
+            logger.warning(text, checkpoint.path)
     with torch.device("meta"):
-        return model_class(dataclasses.replace(config, tie_word_embeddings=is_tied)), files
+        model = model_class(dataclasses.replace(config, tie_word_embeddings=is_tied))
+    if not hasattr(model, "config"):
+        raise InvalidTypeError(f"{model_class.__name__}.__init__ must keep the config that it is given, as self.config")
+    return model, files

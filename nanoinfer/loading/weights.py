@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoinfer.errors import WeightsError, first_line, first_ten
-from nanoinfer.models.registry import WeightRules
+from nanoinfer.models.registry import WeightRules, is_registered
 from nanoinfer.system.pages import release_pages
 
 logger = logging.getLogger(__name__)
@@ -226,13 +226,22 @@ def find_sources(model: nn.Module, files: Weights, dtype: torch.dtype) -> Source
     names, problems = find_tensors(targets, files, rules)
     problems += [f"missing: {name}" for name in targets if name not in names]
     if problems:
-        raise WeightsError(
-            "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json: "
-            + first_ten(problems, "; ")
-        )
+        raise WeightsError(f"{_explain(model, files)}: {first_ten(problems, '; ')}")
     return {
         target: Source(files, names[path], dtype, names[path].endswith(rules.transpose)) for path, target in targets.items()
     }
+
+
+def _explain(model: nn.Module, files: Weights) -> str:
+    """Say why the weights may not fit, and what to do."""
+    for inner, how in (("_orig_mod", "compiled (torch.compile)"), ("module", "wrapped (DataParallel)")):
+        if any(f".{inner}." in f".{name}" for name in files):
+            hint = f"save the model inside it: model.{inner}.save_pretrained(folder)"
+            return f"the names of the weights have '{inner}.', because a {how} model was saved; {hint}"
+    if is_registered(type(model)):
+        name = type(model).__name__
+        return f"the weights do not fit {name}; compare its parameters and weight_rules with the tensors' names and shapes"
+    return "the weights do not fit config.json; are both of the same model? Download them again, or correct config.json"
 
 
 def find_tensors(targets: dict[str, nn.Parameter], files: Weights, rules: WeightRules) -> tuple[dict[str, str], list[str]]:

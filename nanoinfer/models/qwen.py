@@ -51,7 +51,8 @@ class QwenConfig:
             from nanoinfer.models.windows import WindowedConfig, layer_windows
 
             if windows := layer_windows(config, fields["max_position_embeddings"], None):
-                return WindowedConfig(**fields, layer_windows=windows)
+                fields["layer_windows"] = windows
+                return (WindowedConfig if cls is QwenConfig else cls)(**fields)
         return cls(**fields)
 
     def make_attention(self, layer: int) -> "QwenAttention":

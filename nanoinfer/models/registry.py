@@ -4,8 +4,9 @@ A model has `forward(input_ids, positions, attend) -> hidden [num_tokens, hidden
 and a `config` with the fields of ModelConfig. `register_model` adds a model of your own.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.cache_sizes import LayerSizes
-from nanoinfer.errors import CheckpointError, UnsupportedError, is_one_of, shown
+from nanoinfer.errors import CheckpointError, InvalidTypeError, UnsupportedError, is_one_of, shown, takes
 from nanoinfer.models.layers import Hidden, Ids
 
 ConfigJson = dict[str, Any]  # config.json, whose values a family's from_hf checks
@@ -63,6 +64,9 @@ class ModelConfig(LayerSizes, Protocol):
     def max_position_embeddings(self) -> int: ...
 
 
+CONFIG_FIELDS = [name for protocol in (LayerSizes, ModelConfig) for name in vars(protocol) if name[0] != "_"]
+
+
 @runtime_checkable
 class Model(Protocol):
     """The interface of a model, as the engine uses it.
@@ -105,8 +109,55 @@ def refuse_others(config: ConfigJson, **supported: tuple[object, ...]) -> None:
 
 
 def register_model(architecture: str, model_class: type[nn.Module]) -> None:
-    """Use model_class for checkpoints whose config.json names this architecture. It takes precedence over a bundled class."""
+    """Use model_class for checkpoints whose config.json names this architecture. It takes precedence over a bundled class.
+
+    Raises: InvalidTypeError if the class is no Model. The error names everything that is missing.
+    """
+    if not isinstance(architecture, str):
+        raise InvalidTypeError(f"architecture must be its name in config.json, a string, got {shown(architecture)}")
+    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
+        raise InvalidTypeError(f"model_class must be a subclass of torch.nn.Module, got {shown(model_class)}")
+    if missing := [*_missing(model_class)]:
+        raise InvalidTypeError(
+            f"{model_class.__name__} lacks {'; '.join(missing)}. notebooks/d5a_write_your_own_model.ipynb writes such a class"
+        )
     _registered[architecture] = model_class
+
+
+def _missing(model_class: Any) -> Iterator[str]:
+    """Name what a user's class lacks of Model."""
+    config = getattr(model_class, "Config", None)
+    if not (isinstance(config, type) and is_dataclass(config)):
+        yield f"Config, a dataclass with from_hf(dict), tie_word_embeddings, {', '.join(CONFIG_FIELDS)}"
+    else:
+        if not takes(getattr(config, "from_hf", None), {}):
+            yield "Config.from_hf(dict), a class method"
+        names = {field.name for field in fields(config)}
+        yield from (f"Config.{name}" for name in CONFIG_FIELDS if name not in names and not hasattr(config, name))
+        if "tie_word_embeddings" not in names:
+            yield "Config.tie_word_embeddings, a field of the dataclass"
+    if not isinstance(getattr(model_class, "weight_rules", None), WeightRules):
+        yield "weight_rules, a WeightRules"
+    if model_class.forward is nn.Module.forward or not takes(model_class.forward, "self", "input_ids", "positions", "attend"):
+        yield "forward(input_ids, positions, attend) -> hidden"
+    if not takes(getattr(model_class, "compute_logits", None), "self", "hidden"):
+        yield "compute_logits(hidden) -> logits"
+
+
+def is_registered(model_class: object) -> bool:
+    """Whether a class is a user's, which may have read a good checkpoint wrongly."""
+    return model_class in _registered.values()
+
+
+def with_head(architecture: str) -> str:
+    """Return the architecture that is this one with an LM head, as "Qwen3ForCausalLM" is "Qwen3Model", or else the same one."""
+    names = (re.sub("(Text)?Model$", head, architecture) for head in ("ForCausalLM", "LMHeadModel"))
+    return architecture if architecture in MODELS else next((name for name in names if name in MODELS), architecture)
+
+
+def saved_without_head(config: ConfigJson) -> bool:
+    """Whether a config.json is that of a model without its LM head, as AutoModel of transformers saves it."""
+    return any(isinstance(name, str) and with_head(name) != name for name in config["architectures"])
 
 
 def find_model(config: ConfigJson) -> type[Any]:
@@ -122,8 +173,8 @@ def find_model(config: ConfigJson) -> type[Any]:
     for architecture in filter(lambda name: isinstance(name, str), architectures):
         if architecture in _registered:
             return _registered[architecture]
-        if architecture in MODELS:
-            model_type, place = MODELS[architecture]
+        if (complete := with_head(architecture)) in MODELS:
+            model_type, place = MODELS[complete]
             if config.get("model_type", model_type) != model_type:
                 raise CheckpointError(
                     f"model_type in config.json must be {model_type!r} for the architecture {architecture}, got "

@@ -327,7 +327,7 @@ class AsyncLLM:
         for stream in streams:
             if (deltas := stream.deliver()) and deltas[-1].output is not None:
                 del self._streams[stream.request_id]
-                if stream.prepared.compile:
+                if stream.prepared.params.structured_outputs:
                     self.threads.return_memory_later()
                 self.on_finished(stream)
 

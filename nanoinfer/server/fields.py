@@ -8,7 +8,7 @@ these names, and so are the values that change nothing.
 import difflib
 from collections.abc import Collection, Mapping
 
-from nanoinfer.compat.vllm.neutral import NEUTRAL
+from nanoinfer.compat.vllm.neutral import NEUTRAL, SUCCESSORS
 from nanoinfer.errors import is_one_of, shown
 from nanoinfer.server.errors import MAX_ERRORS, RequestError
 
@@ -21,7 +21,8 @@ WITHOUT_EFFECT = frozenset(
     # Anthropic's, and those that its and OpenAI's agents send: caching is automatic, and the others are for their services
     "cache_control eager_input_streaming inference_geo user_profile_id workspace_id client_metadata max_tool_calls".split()
 )
-_FIELDS = ("stream_interval", "truncate_prompt_tokens")  # of protocol.py, which SamplingParams does not honour
+_FIELDS = ("stream_interval", "truncate_prompt_tokens", "best_of")  # of protocol.py, which SamplingParams does not honour
+_OF_PARAMS = {**NEUTRAL["SamplingParams"], **SUCCESSORS}
 # The other fields: the values besides null that change nothing here, and the advice. "": leave the field out.
 NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(
@@ -36,11 +37,9 @@ NEUTRAL_VALUES: dict[str, tuple[tuple[object, ...], str]] = {
     "suffix": (("",), ""),
     "max_completion_tokens": ((), "use max_tokens, or max_output_tokens in /v1/responses"),
     # vLLM's
-    **{name: one for name, one in NEUTRAL["SamplingParams"].items() if not isinstance(one, str) and name not in _FIELDS},
-    "use_beam_search": ((False,), "beams are searched by LLM.beam_search in Python"),
+    **{name: one for name, one in _OF_PARAMS.items() if not isinstance(one, str) and name not in _FIELDS},
     "length_penalty": ((1.0,), "beams are searched by LLM.beam_search in Python"),
     "early_stopping": ((False,), "beams are searched by LLM.beam_search in Python"),
-    **{f"guided_{kind}": ((), f"use structured_outputs={{'{kind}': ...}}") for kind in ("json", "regex", "choice", "grammar")},
     "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     "chat_template": ((), "the server uses the checkpoint's"),
     "mm_processor_kwargs": ((), "only text is read"),

@@ -131,8 +131,11 @@ class Tokenizer:
         except RuntimeError as error:
             raise InvalidPromptError(f"the tokenizer fails on the text {shown(text)}: {first_line(error)}") from error
         except TypeError as error:
+            # What Python reads by another encoding has its bytes as U+DC80 to U+DCFF.
+            is_of_locale = any("\udc80" <= character <= "\udcff" for character in text)
+            hint = ", or set PYTHONUTF8=1 where the locale has another encoding" if is_of_locale else ""
             raise InvalidPromptError(
-                f"the text is not valid Unicode, got {shown(text)}; decode its bytes with utf-8"
+                f"the text is not valid Unicode, got {shown(text)}; decode its bytes with utf-8{hint}"
             ) from error
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

@@ -220,7 +220,7 @@ def _answers(model: str, num_prompts: int) -> list[dict[str, Any]]:
         sampled = SAMPLED[number % len(SAMPLED)] | {"seed": number}
         params += [{"temperature": 0, "max_tokens": 48}, sampled | {"max_tokens": 48}]
     with LLM(model, dtype="float32", enforce_eager=True, attention_backend="reference", kv_cache_memory=2**26) as llm:
-        outputs = llm.generate(prompts, [SamplingParams(**each) for each in params], use_tqdm=False)
+        outputs = llm.generate(prompts, [SamplingParams(**each) for each in params], use_tqdm=sys.stderr.isatty())
     return [
         {"prompt": prompt, "params": each, "token_ids": output.outputs[0].token_ids, "text": output.outputs[0].text}
         for prompt, each, output in zip(prompts, params, outputs, strict=True)

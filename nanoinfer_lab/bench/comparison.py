@@ -1,7 +1,6 @@
 """Compare two reports of `nanoinfer bench`, with intervals over their runs, as Kalibera and Jones (2013) recommend.
 
-In: the JSON of `throughput`, `latency` or `serve`, twice, of the same workloads. Out: a Comparison of each figure, and a
-picture.
+In: the JSON of `throughput`, `latency` or `serve`, twice, of the same workloads. Out: a Comparison of each figure.
 
 An interval is Welch's t interval (Welch 1947, "The generalization of 'Student's' problem when several different population
 variances are involved") of the mean logarithm of the runs, so it belongs to their geometric mean, or to the ratio of two.
@@ -128,33 +127,3 @@ def num_failed(report: dict[str, Any]) -> int:
     return sum(
         request["error"] is not None for result in report["results"] for run in result["runs"] for request in run["requests"]
     )
-
-
-def draw(comparisons: list[Comparison], labels: tuple[str, str], paths: Sequence[Path]) -> None:
-    """Write a picture with a panel for each figure, in the formats that the paths end with. matplotlib is needed.
-
-    Raises: InvalidValueError if a path has another ending.
-    """
-    from matplotlib.figure import Figure
-
-    for path in paths:
-        if path.suffix not in (".svg", ".png", ".pdf"):
-            raise InvalidValueError(f"output must end with .svg, .png or .pdf, got {str(path)!r}")
-    panels = [(name, rows) for name in FIGURES if (rows := [one for one in comparisons if one.figure == name])]
-    num_columns = min(len(panels), 4)
-    num_rows = -(-len(panels) // num_columns)
-    picture = Figure(figsize=(2.5 * num_columns, 2.2 * num_rows + 0.4), layout="constrained")
-    for number, (name, rows) in enumerate(panels, start=1):
-        axes = picture.add_subplot(num_rows, num_columns, number)
-        for side, label in enumerate(labels):
-            estimates = [(row.first, row.second)[side] for row in rows]
-            below = [one.mean - (one.low or one.mean) for one in estimates]
-            above = [(one.high or one.mean) - one.mean for one in estimates]
-            places = [index + 0.2 * side - 0.1 for index in range(len(rows))]
-            means = [one.mean for one in estimates]
-            axes.errorbar(places, means, yerr=[below, above], fmt="os"[side], capsize=3, label=label)
-        axes.set(title=name, xlim=(-0.5, len(rows) - 0.5), ylim=(0, None))
-        axes.set_xticks(range(len(rows)), [row.workload for row in rows])
-    picture.legend(*picture.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    for path in paths:
-        picture.savefig(path)

@@ -103,9 +103,10 @@ def climb(checkpoint: str | None, workload: Workload, bandwidth: float, *, repea
     opened = Checkpoint.open(checkpoint)
     model = loader.load_model(opened, dtype)
     alone = replace(workload, input_lens=workload.input_lens[:NUM_ALONE], output_lens=workload.output_lens[:NUM_ALONE])
-    with progress_bar("versions", len(PLAIN) + len(ENGINE)) as bar:
+    with progress_bar("", len(PLAIN) + len(ENGINE)) as bar:
         with torch.inference_mode():
             for version, arguments in PLAIN.items():
+                bar.set_description(version)
                 part = workload if "num_seqs" in arguments else alone
                 runs = [run_plainly(model, part, run, **arguments)[0] for run in range(repeats + 1)]
                 bar.update()
@@ -113,6 +114,7 @@ def climb(checkpoint: str | None, workload: Workload, bandwidth: float, *, repea
         given: dict[str, Any] = {"dtype": dtype}
         del model
         for version, arguments in ENGINE.items():
+            bar.set_description(version)
             given |= arguments
             found = engine_rung(version, checkpoint, workload, bandwidth, repeats=repeats, **given)
             bar.update()

@@ -111,7 +111,8 @@ def load(model: str | None, workloads: list[Workload], **engine: Any) -> LLM:
         largest = max(cache_bytes(config, dtype, workload.num_tokens) for workload in workloads)
         if device.type == "cpu" or largest <= memory_for_cache(device, None, CACHE_SHARE):
             engine["kv_cache_memory"] = largest
-    llm = LLM(model, seed=0, **engine)
+    reads_no_text = not (engine.get("tokenizer") or engine.get("calibration"))
+    llm = LLM(model, seed=0, skip_tokenizer_init=reads_no_text, **engine)
     for workload in workloads:
         if (needed := max(workload.num_tokens)) > llm.engine.max_model_len:
             raise InvalidValueError(

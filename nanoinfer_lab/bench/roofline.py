@@ -141,7 +141,6 @@ def sizes_of(model: Any) -> ModelSizes:
         expert_weights=weights["experts"],
         num_experts=config.num_experts if weights["experts"] else 1,
         num_experts_per_tok=config.num_experts_per_tok if weights["experts"] else 1,
-        num_sparse_layers=len(config.sparse_layers) if weights["experts"] else 0,
         table_weights=weights["tables"],
         cache=HybridSizes.of(config),
     )
@@ -191,7 +190,8 @@ def run(checkpoint: str | None, **engine: Any) -> tuple[Machine, torch.dtype, li
         available = memory_for_cache(device, None, CACHE_SHARE)
         needed = {step: num_bytes for step, num_bytes in needed.items() if num_bytes <= available}
     # Not async, so that a step's time covers only its own work.
-    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=max(needed.values()), async_scheduling=False, **engine)
+    engine |= {"async_scheduling": False, "skip_tokenizer_init": True}
+    llm = LLM(checkpoint, tracer=recorder, kv_cache_memory=max(needed.values()), **engine)
     machine = measure_machine(device, dtype)
     phases = []
     for i, (num_seqs, max_length) in enumerate(needed):

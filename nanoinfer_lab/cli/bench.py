@@ -55,8 +55,7 @@ chunk. Numbers of tokens are the server's usage. Goodput, requests per second th
 DEFAULT_WORKLOADS = "A,B16"
 
 ConfigModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3."),
+    str | None, typer.Option("--model", "-m", help="A config.json, a folder that has one, or a hub name. Default: tiny-qwen3.")
 ]
 RandomModel = Annotated[
     str | None,
@@ -166,10 +165,7 @@ def pick_workloads(picked: WorkloadOptions) -> list["Workload"]:
 @app.command(cls=Command, epilog="nanoinfer bench roofline --random-model gpt2")
 @options.expand_options
 def roofline(
-    *,
-    measured: ModelOptions,
-    enforce_eager: Annotated[bool, EngineArgs] = False,
-    as_json: options.AsJson = False,
+    *, measured: ModelOptions, enforce_eager: Annotated[bool, EngineArgs] = False, as_json: options.AsJson = False
 ) -> None:
     """Compare the time of prefill and decode steps with the limits of this machine."""
     from nanoinfer.loading import devices
@@ -270,10 +266,7 @@ def _show_ladder(report: dict[str, Any]) -> None:
 
 
 def _print_report(
-    settings: dict[str, object],
-    results: "list[Measurement[F]]",
-    as_json: bool,
-    show: "Callable[[list[Measurement[F]]], None]",
+    settings: dict[str, object], results: "list[Measurement[F]]", as_json: bool, show: "Callable[[list[Measurement[F]]], None]"
 ) -> None:
     """Print what was measured as tables, or with its origin as JSON, which `bench compare` reads.
 
@@ -447,10 +440,6 @@ def compare(
     *,
     first: Annotated[Path, typer.Argument(metavar="A", help="What `throughput`, `latency` or `serve` printed with --json.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The same, with other settings.")],
-    output: Annotated[
-        list[Path] | None,
-        typer.Option("--output", "-o", help="Draw the figures as .svg, .png or .pdf. May be given several times."),
-    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare two reports of the same workloads, and say whether they differ.
@@ -460,8 +449,6 @@ def compare(
     """
     from nanoinfer_lab.bench import comparison
 
-    if output:
-        options.check_packages("notebooks", "matplotlib")
     reports = comparison.read_report(first), comparison.read_report(second)
     comparisons = comparison.compare(*reports)
     for part in ("machine", "versions"):
@@ -470,8 +457,6 @@ def compare(
     for path, report in zip((first, second), reports, strict=True):
         if failed := comparison.num_failed(report):
             print(f"warning: failed requests of {path}, which are in no figure: {failed}", file=sys.stderr)
-    if output:
-        comparison.draw(comparisons, (f"A: {first.name}", f"B: {second.name}"), output)
     found = {
         "reports": [str(first), str(second)],
         "settings": comparison.differences(*reports, "settings"),

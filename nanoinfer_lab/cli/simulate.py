@@ -32,9 +32,6 @@ class MachineOptions:
         ),
     ] = "H100"
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device per hour, for the cost of tokens.")] = None
-    enable_expert_parallel: Annotated[
-        bool, typer.Option("--enable-expert-parallel", help="With --tensor-parallel-size, each device has whole experts.")
-    ] = False
     num_engines: Annotated[int, typer.Option(min=1, help="Engines that take the requests round-robin.")] = 1
     num_prefill_engines: Annotated[
         int, typer.Option(min=0, help="How many of them compute prompts, and send keys and values to the others, which decode.")
@@ -63,7 +60,6 @@ def simulate(
             "max_num_batched_tokens and chunk_size.",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Path of a page with plots.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a server on a machine by name: TTFT, TPOT and ITL of a workload, with the engine's own scheduler.
@@ -79,8 +75,6 @@ def simulate(
     workloads = [] if swept.keys() & asdict(picked) else [workload.name for workload in pick_workloads(picked)]
     values: dict[str, Sequence[Any]] = {"workload": workloads} if len(workloads) > 1 else {}
     values |= swept
-    if html is not None:
-        options.check_writable(html)
     options.import_modules(None, sweep, engine.scheduler_cls, engine.block_manager_cls)
     if find is not None and (find != "goodput" or not limits or len(workloads) > 1):
         hint = "with the limits of --goodput and one workload; give them, or leave --find out"
@@ -93,21 +87,12 @@ def simulate(
             grid = values or report.GRID
             runs = report.find(run, grid, {name: given[name] for name in grid})
     shown = runs if find is None else runs[-1:]
-    if html is not None:
-        changed = (
-            f"{name} {given[name]}" for group in groups for name in asdict(group) if given[name] != getattr(type(group)(), name)
-        )
-        html.write_text(report.page(", ".join(changed), shown, limits), encoding="utf-8")
     found = {"settings": given, "results": [one.as_json() for one in runs]}
     options.print_result(found, as_json, lambda _: _print_runs(*report.table(shown)))
 
 
 def _run(
-    machine: MachineOptions,
-    picked: WorkloadOptions,
-    engine: SimulatedOptions,
-    limits: dict[str, float],
-    choice: "Choice",
+    machine: MachineOptions, picked: WorkloadOptions, engine: SimulatedOptions, limits: dict[str, float], choice: "Choice"
 ) -> "SimulatedRun":
     """Simulate with other values of some options."""
     from nanoinfer_lab.simulate.costs import ModelSizes
@@ -125,7 +110,6 @@ def _run(
         requests_of(workload),
         num_engines=machine.num_engines,
         num_prefill_engines=machine.num_prefill_engines,
-        enable_expert_parallel=machine.enable_expert_parallel,
     )
     num_devices = machine.num_engines * engine.tensor_parallel_size
     return SimulatedRun.of(choice, result, limits, None if machine.price is None else machine.price * num_devices)

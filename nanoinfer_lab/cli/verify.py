@@ -23,8 +23,7 @@ def verify(
         ),
     ] = None,
     variants: Annotated[
-        str | None,
-        typer.Option(help="Some of float32, bfloat16, float16, int8, int4, with commas. Default: all but float16."),
+        str | None, typer.Option(help="Some of float32, bfloat16, float16, int8, int4, with commas. Default: all but float16.")
     ] = None,
     device: Annotated[str, EngineArgs] = "auto",
     as_json: AsJson = False,

@@ -6,8 +6,7 @@ A part takes at least max(bytes / bandwidth, operations / rate), and a step at l
 needs the result of the part before it. What is measured besides, such as Python's work, is added.
 Source: Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model", https://doi.org/10.1145/1498765.1498785
 
-Split over ranks (tensor parallel), each rank has its share of every part, and two all-reduces a layer are added. With experts
-on different ranks (expert parallel), a token goes to its experts and back, with two all-to-alls a layer with experts.
+Split over ranks (tensor parallel), each rank has its share of every part, and two all-reduces a layer are added.
 """
 
 from collections import Counter
@@ -85,7 +84,6 @@ class ModelSizes:
     expert_weights: int = 0  # the weights of all experts
     num_experts: int = 1  # the experts of a layer. 1: the model has none
     num_experts_per_tok: int = 1  # the experts that a token passes in a layer
-    num_sparse_layers: int = 0  # the layers with experts
     table_weights: int = 0  # the weights of embeddings, which a token looks up, and of a head that shares none of them
     cache: HybridSizes  # what the layers keep for each token and each sequence
 
@@ -213,7 +211,6 @@ class StepCosts:
     weight_bits: int | None = None
     cache_dtype: NumberFormat | None = None
     num_ranks: int = 1  # the devices among which the model is split
-    enable_expert_parallel: bool = False  # whether each device has whole experts. Otherwise it has a part of each expert
 
     def __post_init__(self) -> None:
         if self.dtype.name not in self.hardware.rates:
@@ -225,11 +222,6 @@ class StepCosts:
             raise InvalidValueError(
                 f"tensor_parallel_size must be 1, because {self.hardware.name} has no link to another, got {self.num_ranks}"
             )
-        if self.enable_expert_parallel and (self.num_ranks == 1 or not self.sizes.num_sparse_layers):
-            raise InvalidValueError(
-                "enable_expert_parallel needs tensor_parallel_size > 1 and a model with experts, got tensor_parallel_size "
-                f"{self.num_ranks} and {self.sizes.num_sparse_layers} layers with experts; leave it out"
-            )
 
     def device_s(self, work: StepWork) -> float:
         """Return the seconds in which the devices compute a step."""
@@ -240,15 +232,9 @@ class StepCosts:
 
     def communication_s(self, num_tokens: int) -> float:
         """Return the seconds in which the ranks exchange the hidden rows of a step's tokens."""
-        link_s, sizes = self.hardware.link_bandwidth, self.sizes
-        num_bytes = num_tokens * sizes.hidden_size * self.dtype.itemsize
-        share = (self.num_ranks - 1) / self.num_ranks
-        all_reduce_s = self.hardware.link_latency_s + 2 * share * num_bytes / link_s  # a ring: each sends and receives twice
-        num_all_to_alls = 2 * sizes.num_sparse_layers if self.enable_expert_parallel else 0
-        # Each rank has its share of the tokens, and sends each of them to num_experts_per_tok experts.
-        sent = num_bytes / self.num_ranks * sizes.num_experts_per_tok * share
-        all_to_all_s = self.hardware.link_latency_s + sent / link_s
-        return (2 * sizes.num_layers - num_all_to_alls // 2) * all_reduce_s + num_all_to_alls * all_to_all_s
+        num_bytes = num_tokens * self.sizes.hidden_size * self.dtype.itemsize
+        sent = 2 * (self.num_ranks - 1) / self.num_ranks * num_bytes  # a ring: each rank sends its share twice
+        return 2 * self.sizes.num_layers * (self.hardware.link_latency_s + sent / self.hardware.link_bandwidth)
 
     def host_s(self, num_seqs: int) -> float:
         """Return the seconds that a step of so many sequences takes besides: Python, sampling, the server."""
@@ -332,7 +318,6 @@ def _sizes_of(given: ConfigJson) -> ModelSizes:
         expert_weights=num_sparse_layers * num_experts * 3 * hidden * config.get("moe_intermediate_size", dense_size),
         num_experts=num_experts,
         num_experts_per_tok=config["num_experts_per_tok"] if num_sparse_layers else 1,
-        num_sparse_layers=num_sparse_layers,
         table_weights=table * (1 if config.get("tie_word_embeddings") else 2) + (length * hidden if family == "gpt2" else 0),
         cache=HybridSizes(
             largest_of(groups), num_kv_heads, head_dim, groups, family == "gpt_oss", num_state_layers, state_shapes

@@ -33,12 +33,11 @@ def simulate_engines(
     *,
     num_engines: int,
     num_prefill_engines: int = 0,
-    enable_expert_parallel: bool = False,
 ) -> Result:
     """Simulate equal engines, which take the requests round-robin.
 
     Args:
-        sizes, hardware, settings, enable_expert_parallel: those of each engine, as in simulate.
+        sizes, hardware, settings: those of each engine, as in simulate.
         requests: in the order of their arrivals.
         num_engines: how many engines there are.
         num_prefill_engines: how many of them compute prompts and the first token of each answer. The others do the rest, when
@@ -48,7 +47,7 @@ def simulate_engines(
     Raises:
         InvalidValueError: as simulate does, or all engines are prefill engines, or the hardware has no link.
     """
-    new_engine = partial(Simulation, sizes, hardware, settings, enable_expert_parallel=enable_expert_parallel)
+    new_engine = partial(Simulation, sizes, hardware, settings)
     if num_engines == 1 and not num_prefill_engines:
         return new_engine().run(requests)
     given = list(requests)

@@ -1,28 +1,21 @@
-"""Show simulated runs: as a table, as JSON, or as one page with plots.
+"""Sweep and search the settings of a simulation, and show the runs: as a table, or as JSON.
 
-In: a SimulatedRun for each choice of settings. Out: rows, plain values, HTML (report.html, which needs no other file).
+In: a SimulatedRun for each choice of settings. Out: rows, plain values.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from nanoinfer.features.tracing import viewer
 from nanoinfer_lab.bench.timing import Figures
 from nanoinfer_lab.simulate.simulator import Result
 
 Choice = dict[str, Any]  # name of an option -> the value that a sweep has chosen
 
-PERCENTS = (*range(0, 100, 2), 99, 99.5, 100)  # of the plotted distributions
-NUM_TIMES = 200  # at which the requests in the system are counted
-TITLES = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Times between two tokens"}
 # setting -> values among which --find chooses
 GRID = {
     "max_num_seqs": (1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -89,9 +82,6 @@ def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]
                 return [*tried, best]
 
 
-# ---- a table
-
-
 def table(runs: Sequence[SimulatedRun]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows. Columns without a value are left out."""
     percentiles = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"), ("itl", "p99"))
@@ -118,88 +108,3 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
     return "" if value is None else str(value)
-
-
-# ---- a page
-
-
-def page(about: str, runs: Sequence[SimulatedRun], limits: Mapping[str, float]) -> str:
-    """Return a page with the table and plots: of the distributions of a single run, or of the figures of a sweep.
-
-    Args:
-        about: what was simulated, in a sentence.
-        limits: the limits in ms of the goodput.
-    """
-    columns, rows = table(runs)
-    plots = _plots_of_a_sweep(runs, limits) if len(runs) > 1 else _plots_of_a_run(runs[0].result, limits)
-    data = {"about": about, "columns": columns, "rows": rows, "plots": plots}
-    return viewer.fill(Path(__file__).with_name("report.html"), {"/* REPORT */ {}": viewer.as_script(data)})
-
-
-def _plots_of_a_run(result: Result, limits: Mapping[str, float]) -> list[dict[str, Any]]:
-    timings, at = result.timings, np.linspace(0.0, result.end_s, NUM_TIMES)
-    ttfts, tpots = [timing.ttft for timing in timings], [timing.tpot for timing in timings if timing.num_output_tokens > 1]
-    seconds: dict[str, Any] = {"ttft": np.percentile(ttfts, PERCENTS)}
-    if tpots:
-        seconds |= {"tpot": np.percentile(tpots, PERCENTS), "itl": list(map(result.inter_token_s.percentile, PERCENTS))}
-    milliseconds = {"label": "ms", "isLog": True}
-    plots = [
-        _plot(
-            name,
-            milliseconds,
-            "% that take at most so long",
-            {name.upper(): zip((1e3 * s for s in found), PERCENTS, strict=True)},
-            limits,
-        )
-        for name, found in seconds.items()
-    ]
-
-    def num_until(times: list[float]) -> Any:
-        return np.searchsorted(np.sort(times), at, side="right")
-
-    num_started = num_until([timing.token_times[0] for timing in timings])
-    waiting = num_until([timing.arrival for timing in timings]) - num_started
-    answered = num_started - num_until([timing.token_times[-1] for timing in timings])
-    counts = {"wait for their first token": waiting, "get tokens": answered}
-    lines = {name: zip(at.tolist(), found.tolist(), strict=True) for name, found in counts.items()}
-    return [*plots, _plot("Requests in the system", {"label": "seconds"}, "requests", lines, {})]
-
-
-def _plots_of_a_sweep(runs: Sequence[SimulatedRun], limits: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Plot each figure over the option that was swept last, with a line for each combination of the others."""
-    *others, last = runs[0].choice
-    labels = list(dict.fromkeys(str(run.choice[last]) for run in runs))
-    runs_of = defaultdict(list)
-    for run in runs:
-        runs_of[", ".join(f"{name}={run.choice[name]}" for name in others) or last].append(run)
-    values: dict[str, tuple[str, Callable[[SimulatedRun], float | None]]] = {
-        "Goodput": ("requests/s within the limits", lambda run: run.figures.goodput_requests_per_s),
-        "Output tokens": ("tokens/s", lambda run: run.figures.output_tokens_per_s),
-        **{name: ("ms, 99th percentile", partial(_percentile, figure=name, percentile="p99")) for name in TITLES},
-        "Cost": ("per million output tokens", lambda run: run.cost),
-    }
-    plots = []
-    for title, (unit, value) in values.items():
-        lines = {
-            name: [(labels.index(str(one.choice[last])), y) for one in of_line if (y := value(one)) is not None]
-            for name, of_line in runs_of.items()
-        }
-        if any(lines.values()):
-            plots.append(_plot(title, {"label": last, "labels": labels}, unit, lines, limits))
-    return plots
-
-
-def _plot(
-    name: str, x: dict[str, Any], y: str, lines: Mapping[str, Iterable[tuple[float, float]]], limits: Mapping[str, float]
-) -> dict[str, Any]:
-    """Describe a plot for report.html, with the limit of this name if there is one.
-
-    Args:
-        name: a title, or a name of TITLES.
-        x: the axis: its label, whether it is logarithmic (isLog), or the labels of points 0, 1, 2 ...
-        y: the label of the other axis.
-        lines: the points of each line.
-    """
-    limit = {"at": limits[name], "isAcross": "labels" in x} if name in limits else None
-    series = [{"name": line, "points": list(points)} for line, points in lines.items()]
-    return {"title": TITLES.get(name, name), "x": x, "y": y, "limit": limit, "series": series}

@@ -146,7 +146,6 @@ def simulate(
     settings: EngineArgs,
     requests: Iterable[SimulatedRequest],
     *,
-    enable_expert_parallel: bool = False,
     on_step: OnStep | None = None,
 ) -> Result:
     """Simulate an engine that answers requests.
@@ -156,7 +155,6 @@ def simulate(
         hardware: one of HARDWARE, or a measured one.
         settings: the arguments of LLM. Those outside SIMULATED must have their defaults.
         requests: in the order of their arrivals. They are taken one by one, so they may be made on the way.
-        enable_expert_parallel: with tensor_parallel_size > 1, whether each device has whole experts.
         on_step: called for each step. The sequences' request_id is the number of the request, counted from 0. It makes every
             step a single step, which takes longer.
 
@@ -164,8 +162,7 @@ def simulate(
         InvalidValueError: the settings, the memory or a request do not fit.
         UnsupportedError: a setting is not simulated.
     """
-    simulation = Simulation(sizes, hardware, settings, enable_expert_parallel=enable_expert_parallel, on_step=on_step)
-    return simulation.run(requests)
+    return Simulation(sizes, hardware, settings, on_step=on_step).run(requests)
 
 
 @dataclass(eq=False, slots=True)
@@ -183,19 +180,19 @@ class _Running:
 class Simulation(SchedulingObserver):
     """An engine without a model. now: the virtual clock, in seconds after the start."""
 
-    def __init__(
-        self,
-        sizes: ModelSizes,
-        hardware: Hardware,
-        settings: EngineArgs,
-        *,
-        enable_expert_parallel: bool = False,
-        on_step: OnStep | None = None,
-    ) -> None:
+    def __init__(self, sizes: ModelSizes, hardware: Hardware, settings: EngineArgs, *, on_step: OnStep | None = None) -> None:
         """See simulate. Raises: its errors."""
         _check_simulated(settings)
         config = settings.to_config()
-        self.costs = _costs_of(sizes, hardware, config, enable_expert_parallel=enable_expert_parallel)
+        dtype = sizes.dtype if DTYPES[config.dtype] == "auto" else DTYPES[config.dtype]
+        self.costs = StepCosts(
+            sizes=sizes,
+            hardware=hardware,
+            dtype=FORMATS["bfloat16" if config.quantization else dtype],
+            weight_bits=BITS.get(config.quantization or ""),
+            cache_dtype=FORMATS["int8"] if config.cache.kv_cache_dtype == "int8" else None,
+            num_ranks=config.tensor_parallel_size,
+        )
         self.now = 0.0
         self.result = Result()
         self._overheads, self._on_step = hardware.overheads, on_step
@@ -482,19 +479,6 @@ def _check_simulated(settings: EngineArgs) -> None:
 def _overrides_only(given: type, base: type, allowed: set[str]) -> bool:
     methods = {name for name in dir(base) if isinstance(getattr(base, name), FunctionType)} - allowed
     return all(getattr(given, name) is getattr(base, name) for name in methods)
-
-
-def _costs_of(sizes: ModelSizes, hardware: Hardware, config: EngineConfig, *, enable_expert_parallel: bool) -> StepCosts:
-    dtype = sizes.dtype if DTYPES[config.dtype] == "auto" else DTYPES[config.dtype]
-    return StepCosts(
-        sizes=sizes,
-        hardware=hardware,
-        dtype=FORMATS["bfloat16" if config.quantization else dtype],
-        weight_bits=BITS.get(config.quantization or ""),
-        cache_dtype=FORMATS["int8"] if config.cache.kv_cache_dtype == "int8" else None,
-        num_ranks=config.tensor_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-    )
 
 
 def _cache_of(costs: StepCosts, config: EngineConfig, block_size: int) -> tuple[int, int]:

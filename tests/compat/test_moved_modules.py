@@ -12,7 +12,6 @@ from nanoinfer.compat.moved_modules import MOVED
 # What docs, notebooks and examples imported from, with a name of each.
 OLD = {
     "lab.bench.random_models": "RANDOM_MODELS",
-    "lab.bench.environment": "cpu_name",
     "lab.simulate.simulator": "simulate",
     "lab.stories.grammar": "Reading",
     "lab.stories": "write",
@@ -25,12 +24,8 @@ OLD = {
     "training.update": "release",
     "models.gated_delta": "gated_delta_rule",
     "tracing.events": "StepScheduled",
-    "engine.speculative.ngram": "NGramIndex",
-    "engine.speculative.drafter": "DrafterProposer",
-    "engine.speculative.quantized": "QuantizedProposer",
     "engine.beam_search": "BeamSearch",
     "engine.metrics": "EngineMetrics",
-    "sampling.grammar": "GrammarCompiler",
     "sampling.logits_processors": "LogitsProcessor",
 }
 
@@ -85,10 +80,3 @@ def test_what_stays_says_nothing():
     assert LoRARequest.__module__ == "nanoinfer.features.adapters.request"
     for check in (check_proposer, check_scheduler, check_random_loads):
         assert check.__module__.startswith("nanoinfer_lab.testing.")
-
-
-def test_the_old_name_of_an_error_warns():
-    from nanoinfer.testing import schedules
-
-    with pytest.warns(DeprecationWarning, match="now called InvariantError"):
-        assert schedules.BrokenPromiseError is schedules.InvariantError

@@ -124,6 +124,11 @@ def test_params_of_beams_and_of_sampling_are_not_taken_for_each_other(ids_llm, m
         ({"stages": 5}, InvalidTypeError, r"stages must be a list of functions \(logits, SamplingBatch\) -> logits, got 5"),
         ({"stages": [*STAGES, None]}, InvalidTypeError, "stages must be a list of functions"),
         ({"stages": STAGES[0]}, InvalidTypeError, "stages must be a list of functions"),
+        (
+            {"stages": [*STAGES, abs]},
+            InvalidTypeError,
+            r"stage abs must .* two arguments, \(logits, batch\) -> logits",
+        ),
         ({"stages": STAGES[1:]}, InvalidValueError, "stages lacks keep_allowed, so parameters would be ignored"),
         ({"stages": "abc"}, InvalidValueError, "stages must be a list of functions or its name, such as .*, got 'abc'"),
         ({"logprobs_mode": "cooked"}, InvalidValueError, "logprobs_mode must be 'raw', 'raw_logprobs', "),

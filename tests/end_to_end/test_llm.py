@@ -1,10 +1,12 @@
 """The public interface: every kind of prompt, everything malformed refused before work, streams, chat, and nothing left
 behind."""
 
+import copy
 import itertools
 import json
 import logging
 import math
+import pickle
 import re
 import shutil
 import signal
@@ -228,14 +230,89 @@ def test_a_prompt_one_shorter_than_the_model_gets_one_token(ids_llm):
 def test_the_model_length_is_lowered_to_what_the_cache_holds(qwen3_path, caplog):
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4  # k and v, layers, tokens, heads, head_dim, bytes
     with caplog.at_level(logging.INFO, "nanoinfer.execution.memory"):
-        llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64)
+        llm = LLM(qwen3_path, kv_cache_memory=5 * block_bytes, block_size=4, max_model_len=64, skip_tokenizer_init=True)
     assert llm.engine.max_model_len == 20
     told, warned = caplog.records
     assert "KV cache of 5 blocks of 4 tokens" in told.message
     assert warned.levelno == logging.WARNING
     assert "max_model_len is 20, not 64: the KV cache holds no more; raise kv_cache_memory" in warned.message
     assert len(answer(llm, [1] * 5, SamplingParams(max_tokens=None, detokenize=False)).token_ids) == 15
-    assert answer(llm, [1] * 20, IDS).finish_reason == "error"
+    with pytest.raises(InvalidPromptError, match="maximum context length is 20 tokens"):
+        answer(llm, [1] * 20, IDS)
+
+
+def warnings_of(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    caplog.clear()
+    return texts
+
+
+def test_a_call_says_once_how_many_requests_failed_and_where_the_reason_is(ids_llm, caplog):
+    outputs = generate(ids_llm, [[1, 2], [3] * 64, [4, 5], [6] * 70], IDS)
+    reason = outputs[1].outputs[0].error
+    assert warnings_of(caplog) == [f"2 of 4 requests failed: {reason} (see outputs[1].outputs[0].error)"]
+    nothing_left = SamplingParams(n=2, allowed_token_ids=[7], bad_words=[[7]], max_tokens=4, detokenize=False)
+    [output] = generate(ids_llm, [[1, 2]], nothing_left)  # it fails while it is answered, which is only said
+    assert warnings_of(caplog) == [f"1 of 1 requests failed: {output.outputs[0].error} (see outputs[0].outputs[0].error)"]
+    generate(ids_llm, [[1, 2]], IDS)
+    assert warnings_of(caplog) == []
+
+
+def test_a_call_whose_prompts_are_all_too_long_raises_with_their_outputs(ids_llm, caplog):
+    with pytest.raises(InvalidPromptError, match=r"^This model's maximum context length is 64 tokens") as alone:
+        generate(ids_llm, [3] * 64, IDS)
+    with pytest.raises(InvalidPromptError, match=r"^each of 2 prompts is too long: This model's maximum") as both:
+        generate(ids_llm, [[3] * 64, [4] * 70], IDS)
+    assert [output.prompt_token_ids for output in both.value.outputs] == [[3] * 64, [4] * 70]
+    assert str(alone.value) == alone.value.outputs[0].outputs[0].error
+    assert (warnings_of(caplog), InvalidPromptError("any other").outputs) == ([], ())
+    assert_nothing_is_left(ids_llm)
+
+
+def test_what_a_loaded_model_cannot_do_is_said_once(qwen3_path, caplog):
+    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, max_model_len=64)
+    [no_tokenizer] = warnings_of(caplog)
+    assert f"{qwen3_path} has no tokenizer, such as tokenizer.json: prompts must be token ids" in no_tokenizer
+    generate(llm, [[1] * 10] * 2, replace(IDS, max_tokens=54))
+    assert warnings_of(caplog) == []
+    for _ in range(2):
+        assert {output.outputs[0].finish_reason for output in generate(llm, [[1] * 10] * 2, replace(IDS, max_tokens=55))}
+    [beyond] = warnings_of(caplog)
+    assert (
+        beyond
+        == "max_tokens=55 is more than the 54 tokens that max_model_len=64 leaves after the prompt; the answer ends there"
+    )
+
+
+GIVEN = "it is an argument of SamplingParams: SamplingParams"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.generate("a", temperature=0), InvalidTypeError, GIVEN + "(temperature=0)"),
+        (lambda llm: llm.chat(LILY, max_tokens=5), InvalidTypeError, GIVEN + "(max_tokens=5)"),
+        (lambda llm: LLM(top_p=0.5), InvalidTypeError, GIVEN + "(top_p=0.5)"),
+        (lambda llm: llm.stream("a", do_sample=False), UnsupportedError, "; use temperature=0.0 for greedy answers"),
+        (lambda llm: llm.generate("a", max_new_tokens=9), UnsupportedError, "; use max_tokens"),
+        (
+            lambda llm: llm.generate("a", guided_json={}),
+            UnsupportedError,
+            "structured_outputs=StructuredOutputsParams(json=...)",
+        ),
+        (
+            lambda llm: generate(llm, "a")[0]["text"],
+            InvalidTypeError,
+            "is not subscriptable, got ['text']; use output.outputs[0]",
+        ),
+        (pickle.dumps, InvalidTypeError, "an LLM cannot be pickled or copied, because its memory and threads belong to this"),
+        (copy.deepcopy, InvalidTypeError, "; call LLM(...) in the process that uses it"),
+        (lambda llm: generate(llm, "caf\udcc3\udca9"), InvalidPromptError, "set PYTHONUTF8=1 where the locale has another"),
+    ],
+)
+def test_a_habit_of_another_library_is_answered_with_the_way_of_this_one(llm, call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(llm)
 
 
 # ---- no tokenizer
@@ -532,8 +609,9 @@ def test_chat_takes_another_template_its_arguments_and_no_generation_prompt(llm)
 
 def test_chat_without_a_template_is_refused_with_a_hint(tmp_path):
     llm = LLM(copy_of_tiny_qwen3(tmp_path, without=["chat_template.jinja"]), kv_cache_memory=MEMORY)
-    with pytest.raises(InvalidPromptError, match=r"no chat template; use plain text instead of messages"):
-        llm.chat(LILY, GREEDY)
+    for tools in (None, [{"type": "function", "function": {"name": "night"}}]):
+        with pytest.raises(InvalidPromptError, match=r"no chat template; use plain text instead of messages"):
+            llm.chat(LILY, GREEDY, tools=tools)
     [output] = llm.chat(LILY, GREEDY, False, chat_template="{{ messages[0]['content'] }}")
     assert output.prompt == "Tell me a story about Lily"
 
@@ -1013,12 +1091,13 @@ def test_the_engines_seed_reproduces_a_run(qwen3_path):
 def test_without_a_seed_one_is_drawn_and_logged_so_that_the_run_can_be_repeated(qwen3_path, caplog):
     with caplog.at_level(logging.INFO, "nanoinfer.engine.llm_engine"):
         llms = [LLM(qwen3_path, kv_cache_memory=MEMORY) for _ in range(2)]
-    seeds = [int(re.search(r"LLM\(seed=(\d+)\)", record.message)[1]) for record in caplog.records]
+    drawn = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    seeds = [int(re.search(r"LLM\(seed=(\d+)\)", message)[1]) for message in drawn]
     llms += [LLM(qwen3_path, seed=seed, kv_cache_memory=MEMORY) for seed in seeds]
     first, second, *repeated = [answer(llm, [1, 2], HOT).token_ids for llm in llms]
     assert first != second
     assert [first, second] == repeated
-    assert len(caplog.records) == 2  # a seed that was given is not logged
+    assert len([record for record in caplog.records if record.levelno == logging.INFO]) == 2  # a seed that was given is not
     assert f"seed={seeds[0]})" in repr(llms[0])
 
 

@@ -10,6 +10,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import InputProcessor, RequestFeature, as_list, one_per_prompt
 from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.scheduling.sequence import Constraint
 
 PARAMS = SamplingParams(detokenize=False)
 
@@ -101,6 +102,20 @@ def test_an_option_that_no_feature_takes_out_is_refused():
     ):
         with pytest.raises(InvalidValueError, match=message):
             processor().prepare([3], PARAMS, **given)
+
+
+@pytest.mark.parametrize("params", [{"logprobs": 0}, {"thinking_token_budget": 0}, {"bad_words": [[3]]}], ids=str)
+def test_an_engine_without_features_refuses_what_only_features_read(params):
+    [name] = params
+    with pytest.raises(InvalidValueError, match=f"{name}=.* is read by nothing; leave it out"):
+        processor().prepare([3], SamplingParams(detokenize=False, **params))
+
+
+def test_a_request_that_was_compiled_is_not_compiled_again():
+    made = replace(processor().prepare([3], PARAMS), compile=Constraint)
+    compiled = processor().compile(made)
+    assert len(compiled.constraints) == 1
+    assert processor().compile(compiled) == compiled
 
 
 def test_salts_separate_tenants():

@@ -1,6 +1,7 @@
 """Finding a checkpoint: folders, the bundled models, hub names (never the network), and what is wrong with a bad one."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -162,6 +163,25 @@ def test_a_folder_with_pickles_only_is_refused_with_how_to_convert(folder, pickl
     with pytest.raises(CheckpointNotFoundError, match=r"holds no \*\.safetensors") as caught:
         Checkpoint.open(str(folder))
     assert f"AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained('converted')" in str(caught.value)
+
+
+def test_a_folder_without_weights_is_not_told_that_they_are_pickles(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"holds no \*\.safetensors or \*\.gguf file, so it has no weights; "
+    ) as caught:
+        Checkpoint.open(str(folder))
+    assert "pickle" not in str(caught.value)
+
+
+def test_a_folder_of_the_hubs_cache_names_its_snapshots(folder, tmp_path):
+    repository = tmp_path / "models--owner--name"
+    shutil.copytree(folder, repository / "snapshots" / "abc")
+    sentence = (
+        f"{repository} is a folder of the hub's cache; give the name 'owner/name', or a snapshot: {repository}/snapshots/abc"
+    )
+    with pytest.raises(CheckpointNotFoundError, match=f"^{re.escape(sentence)}$"):
+        Checkpoint.open(str(repository))
 
 
 def test_a_hub_repository_with_pickles_only_is_refused_with_how_to_convert_it(folder, monkeypatch):

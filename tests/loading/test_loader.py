@@ -1,18 +1,32 @@
 """From a checkpoint to a model: devices, dtypes, sizes, and what config.json must not say."""
 
+import dataclasses
 import json
+import re
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import CheckpointError, CheckpointNotFoundError, InvalidValueError, UnsupportedError, WeightsError
+from nanoinfer.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    WeightsError,
+)
 from nanoinfer.load import load
 from nanoinfer.loading import devices
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.devices import resolve_device, resolve_dtype
 from nanoinfer.loading.loader import load_model, on_meta
+from nanoinfer.models import registry
+from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM
 from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import write_adapter
@@ -113,6 +127,79 @@ def test_a_config_out_of_range_is_refused_with_the_files_name(changed, values, e
 def test_sizes_that_the_weights_contradict_are_refused_before_a_model_is_built(changed, values):
     with pytest.raises(WeightsError, match="are both of the same model"):
         on_meta(changed(**values))
+
+
+class OwnConfig(QwenConfig):
+    made: ClassVar[Callable]
+
+    @classmethod
+    def from_hf(cls, config):
+        return cls.made(config)
+
+
+class Own(QwenForCausalLM):
+    Config = OwnConfig
+
+
+def replaced(**values):
+    return lambda config: dataclasses.replace(QwenConfig.from_hf(config), **values)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda config: config.vocab_size,
+            "Own.Config.from_hf fails on .*config.json .AttributeError: 'dict' object has no attr",
+        ),
+        (
+            lambda config: config["n_embd"],
+            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the file",
+        ),
+        (
+            lambda config: None,
+            "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers, num_key",
+        ),
+        (
+            replaced(head_dim=-8),
+            "head_dim of Own.Config, read from .*, must be a number >= 1 .*, got -8; correct its from_hf",
+        ),
+        (replaced(num_key_value_heads=3), "num_attention_heads of Own.Config, read from .*, must be a multiple of"),
+        (replaced(num_hidden_layers=999), "num_hidden_layers of Own.Config, read from .*, is 999, but the weights are"),
+        (replaced(intermediate_size=7), "the weights do not fit Own; compare its parameters and weight_rules with .*misshaped"),
+    ],
+)
+def test_a_fault_of_a_users_class_is_not_told_as_a_fault_of_the_checkpoint(changed, monkeypatch, made, message):
+    monkeypatch.setattr(registry, "_registered", {"Own": Own})
+    monkeypatch.setattr(OwnConfig, "made", staticmethod(made), raising=False)
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        load_model(changed(architectures=["Own"]))
+    assert "download" not in str(caught.value).lower()
+
+
+def test_a_users_model_keeps_its_config(changed, monkeypatch):
+    class Forgetful(QwenForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.config
+
+    monkeypatch.setattr(registry, "_registered", {"Own": Forgetful})
+    with pytest.raises(InvalidTypeError, match=r"Forgetful.__init__ must keep the config that it is given, as self\.config"):
+        on_meta(changed(architectures=["Own"]))
+
+
+@pytest.mark.parametrize(("prefix", "how"), [("_orig_mod.", "compiled (torch.compile)"), ("module.", "wrapped (DataParallel)")])
+def test_names_of_a_compiled_or_wrapped_model_are_explained(changed, prefix, how):
+    checkpoint = changed()
+    [file] = checkpoint.weight_files
+    tensors = {prefix + name: tensor.clone() for name, tensor in load_file(file).items()}
+    file.unlink()
+    save_file(tensors, file)
+    text = (
+        f"the names of the weights have '{prefix}', because a {how} model was saved; save the model inside it: model.{prefix}"
+    )
+    with pytest.raises(WeightsError, match=re.escape(text)):
+        load_model(checkpoint)
 
 
 @pytest.mark.parametrize("architecture", BASES)

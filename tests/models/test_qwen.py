@@ -6,7 +6,7 @@ import torch
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import CheckpointError, UnsupportedError
 from nanoinfer.models.qwen import QwenConfig, QwenForCausalLM
-from nanoinfer.models.windows import layer_windows
+from nanoinfer.models.windows import WindowedConfig, layer_windows
 from tests.helpers import tiny_models
 
 SIZES = {
@@ -50,6 +50,18 @@ def test_missing_numbers_are_those_of_transformers():
 )
 def test_the_window_of_each_layer(given, expected):
     assert layer_windows(SIZES | given, 64, None) == expected
+
+
+def test_a_subclass_that_knows_no_windows_is_not_replaced_by_one_that_does():
+    class Plain(QwenConfig): ...
+
+    class Windowed(WindowedConfig): ...
+
+    file = SIZES | {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert type(QwenConfig.from_hf(file)) is WindowedConfig
+    assert type(Windowed.from_hf(file)) is Windowed
+    with pytest.raises(TypeError, match="layer_windows"):
+        Plain.from_hf(file)
 
 
 @pytest.mark.parametrize(

@@ -78,17 +78,13 @@ _ALL: Neutral = {
     "tokenization_kwargs": ((None, {}), ""),
 }
 _ADAPTER: Neutral = {
-    "lora_request": ((None,), "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)"),
+    "lora_request": ((None,), "beams and embeddings use the model as it was loaded; use LLM(model, lora=path)")
 }
 # The arguments by the class or the call that takes them.
 NEUTRAL: dict[str, Neutral] = {
     **dict.fromkeys(("LLM()", "AsyncLLM()", "EngineArgs", "AsyncEngineArgs"), _OF_LLM),
     "generate()": _ALL,
-    "chat()": {
-        **_ALL,
-        "chat_template_content_format": (("auto", "string"), ""),
-        "mm_processor_kwargs": ((None,), ""),
-    },
+    "chat()": {**_ALL, "chat_template_content_format": (("auto", "string"), ""), "mm_processor_kwargs": ((None,), "")},
     "add_request()": {**_ALL, "arrival_time": ((None,), ""), "trace_headers": ((None,), "")},
     "embed()": {**_ALL, **_ADAPTER},
     "score()": {**_ALL, **_ADAPTER},
@@ -128,6 +124,19 @@ NEUTRAL: dict[str, Neutral] = {
     "BeamSearchParams": {"temperature": ((0.0,), ""), "include_stop_str_in_output": ((False,), "")},
 }
 
+# Sampling parameters of older versions of vLLM, and of transformers -> as in Neutral.
+SUCCESSORS: dict[str, tuple[tuple[object, ...], str]] = {
+    "do_sample": ((None,), "use temperature=0.0 for greedy answers, a higher temperature to sample"),
+    "max_new_tokens": ((None,), "use max_tokens"),
+    "best_of": ((None, 1), "use n, and keep the answers with the highest cumulative_logprob"),
+    "use_beam_search": ((None, False), "use LLM.beam_search() with BeamSearchParams"),
+    "num_beams": ((None, 1), "use LLM.beam_search() with BeamSearchParams"),
+    **{
+        f"guided_{kind}": ((None,), f"use structured_outputs=StructuredOutputsParams({kind}=...), in HTTP {{'{kind}': ...}}")
+        for kind in ("json", "regex", "choice", "grammar")
+    },
+}
+
 # Methods and attributes of vLLM's LLM and AsyncLLM -> what to do instead.
 METHODS = {
     **dict.fromkeys(("encode", "classify", "reward"), _POOLING),
@@ -145,7 +154,8 @@ def argument_of_vllm(owner: str, name: str, value: object) -> str | None:
 
     owner: the class or the call that was given the argument, a key of NEUTRAL. Raises: UnsupportedError for any other value.
     """
-    accepted = NEUTRAL.get(owner, {}).get(name)
+    takes_sampling_params = owner in ("SamplingParams", "generate()", "chat()", "stream()")
+    accepted = NEUTRAL.get(owner, {}).get(name) or (SUCCESSORS.get(name) if takes_sampling_params else None)
     if accepted is None or isinstance(accepted, str):
         return accepted
     if not is_one_of(value, accepted[0]):

@@ -68,7 +68,7 @@ def render_chat(
                 f"messages[{index}]: the role must be one of {', '.join(ROLES)}, or another that the chat template names, "
                 f"got {shown(role)}"
             )
-    if tools and not re.search(r"\btools\b", template):
+    if tools and template and not re.search(r"\btools\b", template):
         raise UnsupportedError("this chat template has no place for tools; use a model or a chat template that has")
     text = apply_chat_template(
         tokenizer,

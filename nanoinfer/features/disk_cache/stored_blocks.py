@@ -47,7 +47,8 @@ class StoredBlockManager(HybridBlockManager):
 
     def choose_evicted(self, candidates: Collection[int]) -> int:
         evicted = super().choose_evicted(candidates)
-        _keep(self.store, self.index, self.index.keys[self.blocks.contents[evicted]])
+        if evicted in candidates:  # the caller refuses any other block
+            _keep(self.store, self.index, self.index.keys[self.blocks.contents[evicted]])
         return evicted
 
     def match_prefix(self, token_ids: list[int], cache_salt: str | None = None) -> Prefix:

@@ -26,6 +26,8 @@ class EmbeddingMethods:
     ) -> "list[EmbeddingRequestOutput]":
         """Compute the embedding of each text, and return them in the order of the texts.
 
+        The checkpoint may lack an LM head, as one whose architecture is Qwen3Model.
+
         Args:
             prompts: Texts as for generate(), of at most max_model_len tokens each. As in sentence-transformers, checkpoints may
                 have a default prompt, which comes before each text, and a max_seq_length, at which texts are cut, unless

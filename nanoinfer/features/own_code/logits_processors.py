@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoinfer import sampling_params
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig, class_named
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, shown
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, shown, takes
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
@@ -228,6 +228,12 @@ def checked_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             f"stages lacks {', '.join(missing)}, so parameters would be ignored; use [*STAGES, mine], STAGES being in "
             "nanoinfer.sampling.sampler"
         )
+    for stage in stages:
+        if not takes(stage, "logits", "batch"):
+            raise InvalidTypeError(
+                f"stage {stage_name(stage)} must be a function of two arguments, (logits, batch) -> logits: logits "
+                f"[rows, vocab] and a SamplingBatch, got {shown(stage)}"
+            )
     return tuple(stage if stage in STAGES else checked(stage) for stage in stages)
 
 

@@ -120,17 +120,15 @@ def num_linear_bytes(model: nn.Module, bits: int) -> int:
 
 
 def num_weight_bytes(model: nn.Module, quantization: str) -> int:
-    """Return the bytes that a model's weights take in kernels with 8 or 4 bits."""
-    linears = _linear_weights(model)
-    others = sum(weight.numel() * torch.bfloat16.itemsize for weight in model.parameters() if weight not in linears)
-    return num_linear_bytes(model, BITS[quantization]) + others + num_tied_bytes(model, quantization)
+    """Return the bytes that a model's weights take in kernels with 8 or 4 bits.
 
-
-def num_tied_bytes(model: nn.Module, quantization: str) -> int:
-    """Return the bytes of the table that an embedding keeps because the head which shares it is rounded."""
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} & _linear_weights(model)
-    rounded = [weight for weight in tables if stored_integers(weight, BITS[quantization]) is None]
-    return sum(weight.numel() * torch.bfloat16.itemsize for weight in rounded)
+    An embedding keeps its table where the head that shares it is rounded.
+    """
+    bits, linears = BITS[quantization], _linear_weights(model)
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    rounded = {weight for weight in tables & linears if stored_integers(weight, bits) is None}
+    kept = sum(weight.numel() for weight in model.parameters() if weight not in linears - rounded)
+    return num_linear_bytes(model, bits) + kept * torch.bfloat16.itemsize
 
 
 def compare_memory(model: nn.Module, dtype: torch.dtype, config: EngineConfig, num_stored_bits: float, num_ranks: int) -> None:

@@ -41,9 +41,7 @@ class TracingObserver(Observer):
     def __init__(self, tracer: events.Tracer, block_size: int, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer, self.wants_stages = tokenizer, bool(getattr(tracer, "wants_stages", False))
         self.launched = StepPlan(())  # the newest step's
-        self.stage_seconds: dict[
-            int, float
-        ] = {}  # what describing a step's stages took, by the id of its plan (stage_trace.py)
+        self.stage_seconds: dict[int, float] = {}  # by the id of a plan, what describing its stages took (stage_trace.py)
         self._tracer, self._block_size = tracer, block_size
         self._events: deque[events.Event] = deque()
         self._preempted: list[Sequence] = []  # since scheduling has begun

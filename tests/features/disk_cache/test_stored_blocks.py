@@ -178,6 +178,17 @@ def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
     assert seq.block_table[1] == 1
 
 
+def test_a_policy_that_evicts_a_block_in_use_is_told_so():
+    class Wrong(BlockManager):
+        def choose_evicted(self, candidates):
+            return next(block for block in range(self.num_blocks) if block not in candidates)
+
+    manager = manager_with(num_blocks=3, base=Wrong)
+    manager.free(run(manager, [5, 6, 7, 8])[0])
+    with pytest.raises(AssertionError, match="choose_evicted returns one of the candidates"):
+        run(manager, [1, 1, 1, 1])
+
+
 def test_nothing_is_read_for_a_sequence_that_has_no_room():
     first = manager_with()
     first.free(run(first, [5, 6, 7, 8, 9])[0])

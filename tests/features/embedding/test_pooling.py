@@ -72,6 +72,16 @@ def test_without_modules_json_the_last_row_is_normalised_and_without_normalize_i
         assert max(float(one.norm()) for one in wanted) > 2, "they are not normalised by chance"
 
 
+def test_a_model_that_was_saved_without_its_head_has_the_same_embeddings_and_says_what_it_lacks(tmp_path, caplog):
+    whole = tiny_models.save("qwen3", tmp_path / "whole")
+    transformers.AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "body")
+    assert json.loads((tmp_path / "body" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    with LLM(whole, **SETTINGS) as llm, LLM(tmp_path / "body", **SETTINGS) as body:
+        assert vectors(body.embed(IDS, use_tqdm=False))[0].equal(vectors(llm.embed(IDS, use_tqdm=False))[0])
+    texts = [record.getMessage() for record in caplog.records if "LM head" in record.getMessage()]
+    assert texts == [f"{tmp_path / 'body'} was saved without its LM head: embed() works, but generated texts have no meaning"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_window"])

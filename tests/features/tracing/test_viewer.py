@@ -480,7 +480,7 @@ def check_pool(run, show, block_size):
             return [byId('pool-counts').textContent, [...document.querySelectorAll('.block')].map(cell => ({
                 block: Number(cell.dataset.block), who: cell.querySelector('b').textContent, kind: cell.className.split(' '),
                 name: cell.firstChild.textContent, badge: cell.querySelector('.badge').textContent,
-                words: cell.getAttribute('aria-label')}))];
+                words: cell.getAttribute('aria-description')}))];
         })"""
     )
     assert sorted(run.seen) == list(range(len(pools)))
@@ -533,7 +533,7 @@ def test_blocks_of_several_kv_groups_have_their_groups_name_and_positions(show_e
             StepTimed(1, 0.001, 0.001, 0.01, 0.001, 0.001),
         ]
     )
-    words = lambda block: page.get_attribute(f".block[data-block='{block}']", "aria-label")  # noqa: E731
+    words = lambda block: page.get_attribute(f".block[data-block='{block}']", "aria-description")  # noqa: E731
     assert "sequence a of KV group 0, positions 16–31" in words(1)
     assert "sequence a of KV group 1, positions 32–47" in words(6)
     assert "free" in words(5)
@@ -808,7 +808,7 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
     llm = LLM(tracer=recorder, block_size=16, speculative_config=speculation)
     [output] = llm.generate([PREFIX + " One"], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
     recorder.to_html(tmp_path / "drafts.html")
-    page = show(tmp_path / "drafts.html", at="")
+    page = show(tmp_path / "drafts.html", at="", viewport={"width": 390, "height": 900})
     steps = {event.step: event for event in recorder.of(TokensDrafted)}
     assert len(steps) > 3
     num_accepted = 0
@@ -822,6 +822,7 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
         assert ["accepted" in row for row in rows] == [False] + [i < int(accepted) for i in range(len(draft))]
         assert ["rejected" in row for row in rows] == [False] + [i >= int(accepted) for i in range(len(draft))]
         num_accepted += int(accepted)
+        assert page.evaluate("byId('batch').querySelector('.scroll').scrollWidth <= byId('batch').clientWidth")
     assert 0 < num_accepted == 30 - len(recorder.of(StepTimed))
     cells = page.locator(".cell.drafts").all_inner_texts()
     assert (len(cells), sum(int(label or 0) for label in cells)) == (len(steps), num_accepted)
@@ -852,8 +853,6 @@ def test_the_body_never_scrolls_sideways(recorded, crowded, show):
             assert page.evaluate("byId('timeline').scrollWidth > byId('timeline').clientWidth") or width > 360
             band, panel = page.locator("#band").bounding_box(), page.locator("#timeline").bounding_box()
             assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
-        page.set_viewport_size({"width": 390, "height": 740})
-        assert page.evaluate("byId('batch').querySelector('.scroll').scrollWidth <= byId('batch').clientWidth")
 
 
 @pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)

@@ -1,4 +1,4 @@
-"""`nanoinfer bench compare`: hand-computed intervals, pictures, and which reports are refused."""
+"""`nanoinfer bench compare`: hand-computed intervals, and which reports are refused."""
 
 import json
 import math
@@ -105,16 +105,3 @@ def test_what_is_no_report_is_refused(tmp_path, text, words):
     result = CliRunner().invoke(app, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert words in result.stderr
-
-
-def test_the_figures_are_drawn_as_svg_and_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    pictures = [tmp_path / name for name in ("p.svg", "p.png")]
-    options = [word for path in pictures for word in ("-o", str(path))]
-    result = compare(tmp_path, report(1.0, 1.1), report(2.0), *options)
-    assert result.exit_code == 0, result.output
-    assert "<svg" in pictures[0].read_text()
-    assert pictures[1].read_bytes().startswith(b"\x89PNG")
-    result = compare(tmp_path, report(1.0), report(2.0), "-o", str(tmp_path / "p.txt"))
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert "--output must end with .svg, .png or .pdf, got '" in result.stderr

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoinfer.errors import CheckpointError, InvalidValueError, UnsupportedError
+from nanoinfer.errors import CheckpointError, UnsupportedError
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer_lab.bench import roofline
@@ -83,31 +83,6 @@ def test_ranks_have_their_shares_and_wait_for_two_all_reduces_a_layer():
     one, four = (StepCosts(sizes=sizes, hardware=H100, dtype=FORMATS["bfloat16"], num_ranks=ranks) for ranks in (1, 4))
     all_reduce_s = 10e-6 + 2 * 3 / 4 * (8 * 5120 * 2) / 450e9
     assert four.device_s(work) == pytest.approx(one.device_s(work) / 4 + 2 * 64 * all_reduce_s)
-
-
-def test_with_expert_parallel_the_all_reduces_of_experts_are_all_to_alls():
-    sizes = ModelSizes.of(QWEN3_235B)
-    tensor, expert = (
-        StepCosts(sizes=sizes, hardware=H100, dtype=FORMATS["bfloat16"], num_ranks=8, enable_expert_parallel=parallel)
-        for parallel in (False, True)
-    )
-    num_bytes = 1000 * 4096 * 2
-    all_reduce_s = 10e-6 + 2 * 7 / 8 * num_bytes / 450e9
-    all_to_all_s = 10e-6 + num_bytes / 8 * 8 * 7 / 8 / 450e9
-    assert tensor.communication_s(1000) == pytest.approx(94 * 2 * all_reduce_s)
-    assert expert.communication_s(1000) == pytest.approx(94 * (all_reduce_s + 2 * all_to_all_s))
-
-
-@pytest.mark.parametrize(("config", "num_ranks"), [(QWEN3_235B, 1), (QWEN3_32B, 8)])
-def test_expert_parallel_without_experts_or_ranks_is_refused(config, num_ranks):
-    with pytest.raises(InvalidValueError, match=rf"enable_expert_parallel needs .* got tensor_parallel_size {num_ranks}"):
-        StepCosts(
-            sizes=ModelSizes.of(config),
-            hardware=H100,
-            dtype=FORMATS["bfloat16"],
-            num_ranks=num_ranks,
-            enable_expert_parallel=True,
-        )
 
 
 def test_every_machine_names_its_source_and_computes_in_float32_and_bfloat16():

@@ -1,4 +1,4 @@
-"""Sweeps and searches of settings, the table, and the page in a real browser."""
+"""Sweeps and searches of settings, and the table."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from nanoinfer_lab.simulate.costs import ModelSizes
 from nanoinfer_lab.simulate.hardware import HARDWARE
 from nanoinfer_lab.simulate.report import SimulatedRun
 from nanoinfer_lab.simulate.simulator import requests_of, simulate
-from tests.helpers.contrast import POOR_CONTRASTS
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 LIMITS = {"ttft": 300.0, "tpot": 30.0}
@@ -69,29 +68,3 @@ def test_the_table_has_a_row_for_each_run_and_leaves_empty_columns_out(runs):
     assert "per M tok" in columns
     without = [SimulatedRun.of({}, runs[0].result, {}, None)]
     assert not {"per M tok", "goodput/s", "chunk_size"} & set(report.table(without)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_pages_of_a_run_and_of_a_sweep_open_from_a_file(browser, runs, tmp_path, scheme):
-    path = tmp_path / "report.html"
-    for shown, titles in ((runs[:1], 4), (runs, 6)):
-        path.write_text(report.page("Simulated </script> & <b>described</b>", shown, LIMITS), encoding="utf-8")
-        page, errors = browser.new_page(color_scheme=scheme), []
-        page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
-        page.on("request", lambda request, errors=errors: request.url.startswith("file:") or errors.append(request.url))
-        page.goto(path.as_uri())
-        assert page.inner_text("#about") == "Simulated </script> & <b>described</b>"
-        assert page.locator("tr").count() == 1 + len(shown)
-        assert page.locator("figure").count() == titles
-        lines = page.locator("polyline").evaluate_all("lines => lines.map(line => line.getAttribute('points'))")
-        assert all(lines)
-        assert "NaN" not in " ".join(lines)
-        count, poor = page.evaluate(POOR_CONTRASTS)
-        assert (count > 30, poor) == (True, [])
-        for width in (1280, 400):
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.close()
-        assert errors == []
-    assert len(lines) == 6 * 2  # figures, and values of chunk_size

@@ -55,7 +55,7 @@ function batchTable(batch, isOpen) {
   const head = ["packed", "sequence", "token", "position", "slot (block · offset)", "LM head"].map(name => el("th", {}, name));
   return [el("details", { id: "batch", open: isOpen, style: "margin-top:10px" },
     el("summary.small", {}, "The packed batch"),
-    el("div.scroll", {}, el("table", {}, el("thead", {}, el("tr", {}, ...head)), body)),
+    el("div.scroll", { tabindex: 0 }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), body)),
     el("p.muted.small", {}, num > MOST_ROWS ? `${num - MOST_ROWS} more` : ""))];
 }
 
@@ -175,8 +175,8 @@ const numIn = ({ id, from }) => clamp((now.pool.lengths.get(id) ?? 0) - from, 0,
 function showCell(cell, block, news) {
   const holders = now.pool.holders.get(block) ?? [], isCached = now.pool.cached.has(block);
   const words = blockWords(block, holders, isCached, news);
-  if (words === cell.getAttribute("aria-label")) return; // as it was
-  cell.setAttribute("aria-label", words);
+  if (words === cell.getAttribute("aria-description")) return; // as it was
+  cell.setAttribute("aria-description", words);
   const kind = holders.length ? "held" : isCached ? "cached" : "empty";
   const hues = holders.slice(0, 4).map(({ id }) => run.sequences.get(id)?.hue ?? 0), part = 100 / hues.length;
   const stripes = hues.map((hue, i) => `hsl(${hue} var(--own)) ${i * part}% ${(i + 1) * part}%`);
@@ -200,7 +200,7 @@ function blockWords(block, holders, isCached, news) {
 
 /** The selected block: its description, and its text, taken from one of its holders. */
 function showBlock() {
-  const words = cells.get(now.block)?.getAttribute("aria-label") ?? "Point at a block to see its tokens.";
+  const words = cells.get(now.block)?.getAttribute("aria-description") ?? "Point at a block to see its tokens.";
   const holder = now.pool.holders.get(now.block)?.[0], sequence = run.sequences.get(holder?.id);
   const tokens = sequence ? Array.from({ length: numIn(holder) }, (_, i) => tokenAt(sequence, holder.from + i)) : [];
   const text = tokens.flatMap(token => (token ? visible(token.text, token.id) : []));
