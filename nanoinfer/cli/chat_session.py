@@ -83,7 +83,9 @@ class ChatSession:
         An answer that Ctrl-C stopped is kept, too.
         """
         prompt, num_dropped = self.render(question)
-        text, self.output = print_stream(self.llm, prompt, self.params)
+        num_left = max(self.llm.info.max_model_len - len(prompt["prompt_token_ids"]), self.params.min_tokens, 1)
+        params = replace(self.params, max_tokens=min(self.params.max_tokens or num_left, num_left))
+        text, self.output = print_stream(self.llm, prompt, params)
         self.params = replace(self.params, seed=((self.params.seed or 0) + 1) % 2**64)
         if text:
             if num_dropped and not self.num_dropped:

@@ -94,12 +94,13 @@ def test_a_question_that_does_not_fit_is_refused_and_the_conversation_stays(sess
     assert len(said(session)) == 4
 
 
-def test_where_an_answer_is_cut_it_is_noted(session, capsys):
+def test_where_an_answer_is_cut_it_is_noted(session, capsys, caplog):
     session.handle(LILY)
     assert "(the answer is cut: max_tokens is 12)" in capsys.readouterr().err
-    session.handle("/set max_tokens 1000")
+    session.params = replace(session.params, max_tokens=1000)
     session.handle("a " * 100)
     assert "(the answer is cut: the context of 128 tokens is full)" in capsys.readouterr().err
+    assert not caplog.messages  # the note says it, and the engine nothing of max_tokens
     session.handle("/set stop Once")
     session.handle(LILY)
     assert session.output.outputs[0].finish_reason == "stop"
