@@ -170,8 +170,9 @@ class Source:
     is_transposed: bool  # whether the tensor has the parameter's axes in the other order. It is then read whole
 
     def pieces(self) -> Iterator[slice]:
-        """Yield the rows that are read together."""
-        return iter([slice(None)]) if self.is_transposed else self.files.pieces(self.name)
+        """Yield the rows that are read together, and give the pages of the files back at the end."""
+        yield from [slice(None)] if self.is_transposed else self.files.pieces(self.name)
+        self.files.release()
 
     def read(self, rows: slice) -> Tensor:
         """Return rows of the parameter."""

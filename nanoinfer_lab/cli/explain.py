@@ -30,7 +30,7 @@ def explain(
         list[str] | None, typer.Argument(help="The texts to continue, together; - reads standard input.", metavar="PROMPT...")
     ] = None,
     engine: options.EngineOptions,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache; small ones show more.")] = 8,
+    block_size: Annotated[int, typer.Option(help="Tokens per block; small blocks show more.")] = 8,
     sampling: options.SamplingOptions,
     max_tokens: Annotated[int, SamplingParams] = 32,
     demo: Annotated[

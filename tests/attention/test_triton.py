@@ -116,10 +116,13 @@ def test_the_blocks_of_many_heads_are_not_too_large_to_be_copied(monkeypatch):
     assert max(others) <= 65_535
 
 
-@pytest.mark.parametrize(("family", "bytes_per_token"), [pytest.param("gpt2", 768, marks=pytest.mark.long), ("qwen3", 512)])
-def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, bytes_per_token, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "config", "bytes_per_token"),
+    [pytest.param("gpt2", {}, 768, marks=pytest.mark.long), ("qwen3", tiny_models.FEW_HEADS, 256)],
+)
+def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, config, bytes_per_token, tmp_path):
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
-    path = tiny_models.save(family, tmp_path)
+    path = tiny_models.save(family, tmp_path, **config)
     prompts = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     tokens = []
@@ -135,4 +138,4 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, byt
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 def test_a_poisoned_request_stops_no_other(tmp_path):
-    check_poison_free_reuse(tiny_models.save("qwen3", tmp_path), "triton", device=DEVICE)
+    check_poison_free_reuse(tiny_models.save("qwen3", tmp_path, **tiny_models.FEW_HEADS), "triton", device=DEVICE)

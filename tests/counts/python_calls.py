@@ -6,7 +6,7 @@
 
 A call is an event "call" (a function of Python begins, or a generator goes on) or "c_call" (a function of C is called) of
 sys.setprofile. What torch and the C++ kernels do inside such a call is not counted. The same requests are repeated after a
-warm-up, in float32 on a CPU, with one thread of torch, and without garbage collection. The median is recorded.
+warm-up, in float32 on a CPU, with one thread of torch, and without garbage collection. Of what varies, the median is recorded.
 
     LLM A, LLM B16   the workloads of nanoinfer_lab/bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64
                      and 64 new ones. "step" is the median of the steps of engine.step() in which every sequence has one new
@@ -105,11 +105,8 @@ def count_llm(llm, name):
     workload = WORKLOADS[name]
     prompts, params = workload.prompts(llm.engine.executor.info.vocab_size, run=0), workload.params()
     llm.generate(prompts, params, use_tqdm=False)
-    requests, steps, step = [], [], llm.engine.step
-    for _ in range(NUM_REPEATS):
-        calls = Calls()
-        calls.of(llm.generate)(prompts, params, use_tqdm=False)
-        requests.append(calls)
+    requests, steps, step = Calls(), [], llm.engine.step
+    requests.of(llm.generate)(prompts, params, use_tqdm=False)
 
     def counted_step():
         calls = Calls()
@@ -120,7 +117,7 @@ def count_llm(llm, name):
     llm.engine.step = counted_step
     llm.generate(prompts, params, use_tqdm=False)
     llm.engine.step = step
-    return {"step": median(steps[2:-2]), "requests": median(requests)}  # without the steps of prompts and of last tokens
+    return {"step": median(steps[2:-2]), "requests": requests}  # without the steps of prompts and of last tokens
 
 
 class CountedServer:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # A kernel that would read behind a tensor's end, and one that gets 32-bit slots.
 WRONG = """
 import torch
+from tests import simulated_gpu
 from tests.simulated_gpu import Launch
 
 k = torch.empty(4, 2, 8, device="meta")
@@ -26,16 +27,14 @@ for change in ({"k_stride": 24}, {"v": k[:3]}, {"slots": slots.int()}):
         Launch("_store_kernel", (4,), good | change, None).check(torch.float32)
     except AssertionError as error:
         print(error)
+simulated_gpu.main()
 """
 
 
-TABLE = "from tests import simulated_gpu; simulated_gpu.main()"
-
-
-def lines_of(code, *arguments):
-    """What a process without the interpreter prints."""
+def lines_of(*arguments):
+    """What a process without the interpreter prints: the refusals of wrong arguments, and a table."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", WRONG, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -56,16 +55,11 @@ def lines_of(code, *arguments):
         ),
     ],
 )
-def test_kernels_compile_within_the_limits_of_an_architecture(model, arch, dtype, num_kernels):
-    lines = lines_of(TABLE, "--arch", arch, "--dtype", dtype, "--model", model)
+def test_kernels_compile_within_an_architectures_limits_and_wrong_arguments_are_refused(model, arch, dtype, num_kernels):
+    lines = lines_of("--arch", arch, "--dtype", dtype, "--model", model)
     rows = [line for line in lines if line.startswith("| `")]
     assert len(rows) == num_kernels
     assert all(f"| {dtype} | {model} |" in row for row in rows)
-
-
-def test_a_launch_with_wrong_arguments_is_refused():
-    refused = lines_of(WRONG)
-    assert len(refused) == 3
-    assert refused[0] == "_store_kernel reads 88 elements of k, which has 64"
-    assert "of v, which has 48" in refused[1]
-    assert "int32" in refused[2]
+    assert lines[0] == "_store_kernel reads 88 elements of k, which has 64"
+    assert "of v, which has 48" in lines[1]
+    assert "int32" in lines[2]

@@ -150,7 +150,7 @@ few_letters = st.text("ab", max_size=6)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
     pieces=st.lists(few_letters, max_size=8),

@@ -18,7 +18,7 @@ from tests.helpers import triton_interpreter  # noqa: F401
 pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MEMORY = 40 * 16 * 512  # 40 blocks of 16 tokens of the tiny qwen3
+MEMORY = 40 * 16 * 256  # 40 blocks of 16 tokens of the tiny qwen3
 PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 6, 3, 5, 1, 6)]
 FEW = PARAMS[:3]  # where two numbers of rows are enough: Triton's interpreter is slow
 PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [8, 9, 10]]
@@ -48,7 +48,7 @@ def llm_with(path, capture, **options):
 @pytest.fixture
 def path(tmp_path):
     record.sizes, record.draws = [], []
-    return tiny_models.save("qwen3", tmp_path, num_hidden_layers=1)
+    return tiny_models.save("qwen3", tmp_path, num_hidden_layers=1, **tiny_models.FEW_HEADS)
 
 
 def tokens_of(llm, params=PARAMS):
@@ -72,7 +72,7 @@ def test_replayed_steps_give_the_tokens_of_steps_run_as_they_come(path):
 
 def test_replayed_steps_of_a_model_with_windows_have_the_block_tables_of_every_kv_group(tmp_path):
     record.sizes, record.draws = [], []
-    path = tiny_models.save("qwen3_window", tmp_path, sliding_window=40)  # three groups
+    path = tiny_models.save("qwen3_window", tmp_path, sliding_window=40, **tiny_models.FEW_HEADS)  # three groups
     prompts, params = [list(range(3, 63)), [7] * 26], SamplingParams(temperature=0, max_tokens=3, detokenize=False)
     reference = LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY)
     answers = [llm.generate(prompts, params, use_tqdm=False) for llm in (reference, llm_with(path, record))]

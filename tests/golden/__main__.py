@@ -93,7 +93,7 @@ def main() -> int:
     plans.add_argument("--list", action="store_true", help="print the digests instead")
     plans.add_argument("--every", type=int, default=1, help="run only each such load")
     plans.add_argument("--check", action="store_true", help="also whether each step reads the right blocks and states")
-    commands.add_parser("show", help="print every step of a load").add_argument("load")
+    commands.add_parser("show", help="print every step of loads").add_argument("loads", nargs="+")
     compare = commands.add_parser("compare", help="compare with a checkout of the base")
     compare.add_argument("--base", help="a commit. Default: the one in plans.txt")
     compare.add_argument("--only", choices=["plans", "log-probabilities"])
@@ -112,7 +112,7 @@ def main() -> int:
     elif given.command == "plans":
         return 0 if check_plans(names, check=given.check) else 1
     elif given.command == "show":
-        print("\n".join(record_of(given.load).lines))
+        print("\n".join(line for name in given.loads for line in record_of(name).lines))
     elif given.command == "package":
         print(nanoinfer.__file__)
     elif given.command == "log-probabilities":

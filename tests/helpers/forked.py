@@ -1,5 +1,6 @@
 """A process of its own for a script, a notebook or a rank, forked from one that has imported torch, so it starts at once."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -97,6 +98,7 @@ def _call(what):
 def _cells(sources):
     from IPython.core.interactiveshell import InteractiveShell
 
+    gc.freeze()  # otherwise a collection examines torch for 0.2 s
     shell = InteractiveShell.instance()
     shell.display_formatter.active_types = shell.display_formatter.format_types  # HTML and pictures are made, too
     for source in sources:
@@ -152,6 +154,7 @@ def _received(duplicate):
 def _rank(arguments, stdin, descriptors):
     from nanoinfer.features.distributed import worker
 
+    gc.freeze()  # as for a notebook
     os.dup2(stdin.number, 0)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}
     rank, device, port, *given = arguments

@@ -52,3 +52,12 @@ def _compiled(options: tuple[str, ...]) -> Path:
             with suppress(OSError):  # another process was first
                 os.rename(header.parent, folder)
     return folder / "headers.h"
+
+
+def in_new_cache(path: Path) -> Path:
+    """Make a folder a cache of a test's own, which shares the compiled kernels with this process's cache. Returns it."""
+    kernels = native.cache_folder() / "kernels"
+    for folder in (kernels, path):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (path / "kernels").symlink_to(kernels.resolve(), target_is_directory=True)
+    return path

@@ -128,6 +128,7 @@ WIDE = {
         "head_dim": 128,
     },
 }
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # Triton's interpreter runs a program for each
 
 
 def build(family: str, seed: int = 0, **overrides) -> transformers.PreTrainedModel:

@@ -98,9 +98,9 @@ def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_th
     check(DRIVERS[name], "short", *SANITIZED)
 
 
-# By default: calls in a row, and a kernel that waits twice. The others take as long.
+# By default: calls in a row, and the kernel that waits twice and is compiled soonest.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "paged_decode"))) for name in DRIVERS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "screen"))) for name in DRIVERS]
 )
 def test_no_team_has_a_data_race(name):
     check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)

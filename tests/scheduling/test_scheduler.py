@@ -82,7 +82,7 @@ def test_a_step_is_larger_than_max_num_batched_tokens_as_the_page_for_users_of_v
     assert (found["a"], "b" in found) == (30, False)  # 70 of the budget are left, and b needs 71 in one piece
     assert step(scheduler)["b"] == 71
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    assert "so 100 beside\n  31 of them gives steps of up to 131 tokens" in page
+    assert "so 100 beside 31 of them gives steps of up to 131 tokens" in " ".join(page.split())
     (declared,) = [one for one in get_args(EngineArgs.__annotations__["max_num_batched_tokens"]) if isinstance(one, Doc)]
     assert "Unlike in vLLM, decoding sequences are not counted" in declared.documentation
 

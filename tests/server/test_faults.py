@@ -166,11 +166,11 @@ def test_overload_is_429_and_every_other_answer_is_right(small, llm):
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_at_four_times_capacity_all_get_an_answer(small):
-    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 5, "seed": i, "stream": i % 2 == 0} for i in range(2000)]
+def test_five_hundred_requests_at_four_times_capacity_all_get_an_answer(small):
+    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 5, "seed": i, "stream": i % 2 == 0} for i in range(500)]
     responses = all_at_once(small, bodies, limit=32)
     assert {response.status_code for response in responses} <= {200, 429, 503}
-    assert len(responses) == 2000
+    assert len(responses) == 500
     small.wait_until_idle()
 
 

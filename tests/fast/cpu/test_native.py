@@ -1,7 +1,6 @@
 """A kernel is compiled once per machine, whatever happens to its file, and a failure has the compiler's own message."""
 
 import os
-import subprocess
 import sys
 import tempfile
 
@@ -9,6 +8,8 @@ import pytest
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
+from tests.helpers import forked
+from tests.helpers.threads import run_in_threads
 
 
 @pytest.fixture
@@ -134,10 +135,11 @@ def test_it_says_once_that_kernels_are_compiled_and_nothing_when_they_are_kept(s
 
 @pytest.mark.slow
 def test_processes_that_compile_the_same_kernel_at_once_all_get_it(source, tmp_path):
+    script, told = tmp_path / "script.py", []
     code = "import sys; from pathlib import Path; from nanoinfer.fast.cpu import native; "
-    code += "print(native.load(Path(sys.argv[1]), 'NUMBER=2').add(1))"
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(source)], stdout=subprocess.PIPE) for _ in range(2)]
-    assert [process.communicate()[0].strip() for process in processes] == [b"3"] * 2
+    script.write_text(code + "print(native.load(Path(sys.argv[1]), 'NUMBER=2').add(1))")
+    run_in_threads(lambda i: told.append(forked.run_script(script, source, cwd=tmp_path).stdout), num=2)
+    assert told == ["3\n"] * 2
     assert len(kept(tmp_path)) == 1
 
 

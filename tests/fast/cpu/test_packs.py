@@ -7,7 +7,6 @@ import mmap
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.fast.cpu import native, packs
+from nanoinfer.fast.cpu import packs
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache
+from tests.helpers import forked
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.precompiled import in_new_cache
+from tests.helpers.threads import run_in_threads
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,14 +37,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=3, detokenize=Fals
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of packed weights, in a cache that has the libraries of this process's cache."""
-    cache = tmp_path / "cache"
-    (cache / "kernels").mkdir(mode=0o700, parents=True)
-    for library in native.cache_folder().glob("kernels/*.so"):
-        (cache / "kernels" / library.name).symlink_to(library)
-    monkeypatch.setenv("NANOINFER_CACHE", str(cache))
+    """The folder of packed weights, in a new cache."""
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(tmp_path / "cache")))
     monkeypatch.setattr(packs, "MIN_BYTES", 0)
-    return cache / "packed"
+    return tmp_path / "cache" / "packed"
 
 
 @pytest.fixture
@@ -297,13 +295,14 @@ print([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3, 4], [5,
 """
 
 
-def process(checkpoint, what="whole"):
-    return subprocess.Popen([sys.executable, "-c", _START, str(checkpoint), what], stdout=subprocess.PIPE, text=True)
+def in_own_process(checkpoint, what="whole"):
+    script = checkpoint.parent / "start.py"
+    script.write_text(_START)
+    return forked.run_script(script, str(checkpoint), what, cwd=checkpoint)
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(folder, checkpoint):
-    killed = process(checkpoint, "killed")
-    killed.communicate()
+    killed = in_own_process(checkpoint, "killed")
     assert killed.returncode == -signal.SIGKILL
     assert {path.name for path in folder.iterdir()} == {"lock", "writing"}
     expected = answers_of(checkpoint)
@@ -313,8 +312,8 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(fo
 
 
 def test_two_processes_that_write_at_once_are_both_right(folder, checkpoint):
-    both = [process(checkpoint) for _ in range(2)]
-    told = [one.communicate()[0].strip() for one in both]
+    told = []
+    run_in_threads(lambda i: told.append(in_own_process(checkpoint).stdout.strip()), num=2)
     assert told == [str(answers_of(checkpoint)[0])] * 2
     assert len(files(folder)) == 1
     assert not (folder / "writing").exists()

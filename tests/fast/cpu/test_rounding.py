@@ -11,7 +11,7 @@ import torch
 from nanoinfer import LLM
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import InvalidValueError, UnsupportedError
-from nanoinfer.fast.cpu import calibration, native, packs
+from nanoinfer.fast.cpu import calibration, packs
 from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear, rounded
 from nanoinfer.features.distributed.sharding import ShardedWeights
 from nanoinfer.features.quantization.rounding import quantize
@@ -20,6 +20,7 @@ from nanoinfer.loading.checkpoint import BUNDLED, Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
 from tests.helpers import tiny_models
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.precompiled import in_new_cache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 SETTINGS = {"kv_cache_memory": 2**22, "max_model_len": 64, "skip_tokenizer_init": True}
@@ -28,16 +29,8 @@ SETTINGS = {"kv_cache_memory": 2**22, "max_model_len": 64, "skip_tokenizer_init"
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of packed weights and moments, in a new cache."""
-    monkeypatch.setenv("NANOINFER_CACHE", str(new_cache(tmp_path / "cache")))
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(tmp_path / "cache")))
     return tmp_path / "cache" / "packed"
-
-
-def new_cache(path):
-    """A cache that has the libraries of this process's cache."""
-    (path / "kernels").mkdir(mode=0o700, parents=True)
-    for library in native.cache_folder().glob("kernels/*.so"):
-        (path / "kernels" / library.name).symlink_to(library.resolve())
-    return path
 
 
 def example(group_size=64, num_groups=3, num_out=40):
@@ -306,7 +299,7 @@ if __name__ == "__main__":
 def test_integers_are_the_same_with_other_instructions_of_torch_and_other_numbers_of_threads(tmp_path):
     told = set()
     for capability, threads in (("default", 1), ("avx2", 2), ("avx512", 1), ("avx512", 2)):
-        given = {"ATEN_CPU_CAPABILITY": capability, "NANOINFER_CACHE": str(new_cache(tmp_path / f"{capability}{threads}"))}
+        given = {"ATEN_CPU_CAPABILITY": capability, "NANOINFER_CACHE": str(in_new_cache(tmp_path / f"{capability}{threads}"))}
         command = [sys.executable, "-c", _INTEGERS, str(threads)]
         child = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, timeout=600)
         assert child.returncode == 0, child.stderr

@@ -119,10 +119,10 @@ def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, eager
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [2**22, 180_000])  # with the second one, sequences are preempted
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_tokens_are_those_of_plain_decoding(path, memory, temperature):
+def test_the_tokens_are_those_of_plain_decoding(path, memory):
     prompts = prompts_of(1, 9, 45, 100, 45, 31)
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, n=1 + (temperature > 0), detokenize=False)
+    greedy, drawn = ({"temperature": 0.0}, {"temperature": 0.8, "n": 2})
+    params = [SamplingParams(seed=3, max_tokens=30, detokenize=False, **one) for one in (greedy, drawn) * 3]
     plain = LLM(path, **SETTINGS)
     expected = generate(plain, prompts, params)
     llm = LLM(path, speculative_config=MTP, **SETTINGS | {"kv_cache_memory": memory, "max_num_seqs": 4})

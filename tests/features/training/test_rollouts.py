@@ -4,6 +4,7 @@ import gc
 import random
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def answers(llm):
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.num_cached_tokens) for one in outputs]
 
 
+@cache
 def fresh_answers(path, **settings):
     with load(path, **settings) as llm:
         return answers(llm)

@@ -16,6 +16,7 @@ from benchmarks.compare import app
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer_lab.bench.workloads import Workload
+from tests.helpers.precompiled import in_new_cache
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ class LLM:
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """Packages of the names vllm and nanovllm, for this Python's subprocesses, and an empty cache."""
+    """Packages of the names vllm and nanovllm, for this Python's subprocesses, and a new cache."""
     write_stubs(tmp_path, monkeypatch)
 
 
@@ -113,7 +114,7 @@ def write_stubs(folder, monkeypatch):
         (folder / name).write_text(text)
     monkeypatch.setitem(ENGINES, "nano-vllm", replace(ENGINES["nano-vllm"], modules=("nanovllm",)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("NANOINFER_CACHE", str(folder))
+    monkeypatch.setenv("NANOINFER_CACHE", str(in_new_cache(folder)))
 
 
 @pytest.fixture(scope="module")
