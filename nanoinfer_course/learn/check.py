@@ -165,7 +165,7 @@ def limited(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"no answer within {seconds:g} seconds: the function does not end")
+        raise TimeoutError(f"no answer within {seconds:g} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -189,7 +189,7 @@ def describe_error(error: BaseException, file: str) -> str:
         elif where:
             called = called or f", inside {frame.name}"
     if isinstance(error, TimeoutError):
-        return f"{error}{where and ' (it was' + where + ')'}"
+        return f"{error}: " + (f"the function does not end (it was{where})" if where else "is the machine busy? Check again")
     return f"{type(error).__name__}{where}{called}: {error}"
 
 
