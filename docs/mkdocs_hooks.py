@@ -168,7 +168,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the data of interactive parts. Convert what Markdown's extensions do not see of a notebook."""
-    content = with_data(content)
+    content = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", with_data(content))  # a screen reader reads headers
     if page.file.src_uri.startswith(("notebooks/", "api.", "one_file/engine")):
         content = CODE.sub(r"\g<0> data-search-exclude", content)
     if page.file.src_uri == "README.zh.md":  # whose address is a folder, and MkDocs changes no HTML
