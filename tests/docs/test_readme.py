@@ -27,6 +27,10 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_sessions_are_real_output(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them writes a file
+    run_the_session(page)
+
+
+def run_the_session(page):
     text = page.read_text(encoding="utf-8").replace("```", "")
     test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
     report: list[str] = []

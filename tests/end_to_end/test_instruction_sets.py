@@ -31,7 +31,7 @@ for dtype in ("float32", "bfloat16"):
         given = ["--part=bits", "--requests=4", "--seed=0", "--dtype", dtype, "--family", family, "--enforce-eager"]
         assert fuzz.main(given) == 0
 for page in test_readme.PAGES:
-    test_readme.run_the_sessions(page)
+    test_readme.run_the_session(page)
 os.environ["CXX"] = os.environ.get("KERNELS_CXX", "g++")  # of the kernels in bfloat16, which nothing has loaded yet
 assert fuzz.main(["--part=bits", "--requests=8", "--seed=0", "--dtype=bfloat16"]) == 0
 """

@@ -64,7 +64,7 @@ LESS = {
         "NUMS_OF_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63)": "NUMS_OF_ROWS = (1, 2, 17, 63)",
         "for _ in range(3):": "for _ in range(1):",
         "time_prompts((64, 256, 500))": "time_prompts((64,))",
-        "time_prompts((500, 1000), model=folder)": "time_prompts((64,), model=folder)",
+        "time_prompts((500, 1000), model=folder": "time_prompts((64,), model=folder",
     },
     "d4_fast_top_k_and_top_p": {
         "repeats=2": "repeats=1",
