@@ -31,6 +31,7 @@ from nanoinfer.loading.devices import resolve_device
 from nanoinfer.outputs import LogprobsOnePosition, sum_of_logprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.system.process import available_cpu_memory
+from nanoinfer.system.progress import progress_bar
 from nanoinfer_lab import stories
 
 PROMPTS = (
@@ -320,7 +321,7 @@ def _read_with_transformers(
     model = model.to(device).eval()
     expected = {}
     by_ids = [(ids, [*group]) for ids, group in groupby(sorted(readings, key=attrgetter("ids")), key=attrgetter("ids"))]
-    for ids, group in tqdm(by_ids, "reading in transformers", delay=2, leave=False, disable=None):
+    for ids, group in progress_bar("reading in transformers", steps=by_ids):
         logits = model(torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
         rows = logits.float().log_softmax(-1).cpu()
         own = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

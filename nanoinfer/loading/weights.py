@@ -23,11 +23,11 @@ from typing import cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from nanoinfer.errors import WeightsError, first_line, first_ten
 from nanoinfer.models.registry import WeightRules, is_registered
 from nanoinfer.system.pages import release_pages
+from nanoinfer.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +213,6 @@ def fill(model: nn.Module, sources: Sources, device: torch.device) -> None:
                 filled = sources[parameter].load(device)
                 for module, leaf in owners:
                     setattr(module, leaf, filled)
-
-
-def progress_bar(description: str, total: int) -> tqdm:
-    """Make a progress bar that appears in a terminal after two seconds."""
-    return tqdm(total=total, desc=description, delay=2, leave=False, disable=None)
 
 
 def find_sources(model: nn.Module, files: Weights, dtype: torch.dtype) -> Sources:

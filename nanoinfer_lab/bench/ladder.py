@@ -20,8 +20,8 @@ from nanoinfer.attention.dense import causal_attention
 from nanoinfer.config import BITS
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.weights import progress_bar
 from nanoinfer.sampling.sampler import STAGES
+from nanoinfer.system.progress import progress_bar
 from nanoinfer_lab.bench.offline import load, run_workload
 from nanoinfer_lab.bench.roofline import Machine, least_s_of_run
 from nanoinfer_lab.bench.timing import RequestTiming, figures

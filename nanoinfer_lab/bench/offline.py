@@ -14,10 +14,10 @@ from nanoinfer.execution.memory import memory_for_cache
 from nanoinfer.llm import LLM
 from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.weights import progress_bar
 from nanoinfer.outputs import Counter
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan
+from nanoinfer.system.progress import progress_bar
 from nanoinfer_lab.bench.roofline import CACHE_SHARE, cache_bytes
 from nanoinfer_lab.bench.timing import Figures, Measurement, RequestTiming, Run, figures
 from nanoinfer_lab.bench.workloads import Workload

@@ -16,9 +16,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tqdm import tqdm
-
 from nanoinfer.errors import NanoinferError
+from nanoinfer.system.progress import progress_bar
 from nanoinfer_lab.bench import timing as of_any_run
 from nanoinfer_lab.bench.client import CONNECT_SECONDS, Client
 from nanoinfer_lab.bench.timing import COUNTERS, Figures, Measurement, RequestTiming, Run
@@ -128,7 +127,7 @@ async def _record_all(
         bar.update()
         return recorded
 
-    with tqdm(desc="requests", total=len(bodies), delay=2, leave=False, disable=None) as bar:
+    with progress_bar("requests", len(bodies)) as bar:
         return await asyncio.gather(*map(record, bodies, arrivals))
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
+from nanoinfer.system.progress import progress_bar
 from nanoinfer_lab.bench.timing import Figures
 from nanoinfer_lab.simulate.simulator import Result
 
@@ -55,7 +54,7 @@ class SimulatedRun:
 def sweep(run: Callable[[Choice], SimulatedRun], values: Mapping[str, Sequence[Any]]) -> list[SimulatedRun]:
     """Run every combination of the values of some options."""
     choices = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
-    return [run(choice) for choice in tqdm(choices, "simulating", delay=2, leave=False, disable=None)]
+    return [run(choice) for choice in progress_bar("simulating", steps=choices)]
 
 
 def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]], start: Choice) -> list[SimulatedRun]:
@@ -69,7 +68,7 @@ def find(run: Callable[[Choice], SimulatedRun], grid: Mapping[str, Sequence[Any]
     """
     best = run(start)
     tried = [best]
-    with tqdm(desc="searching", total=0, delay=2, leave=False, disable=None) as bar:
+    with progress_bar("searching", 0) as bar:
         while True:
             before = best
             bar.total += sum(map(len, grid.values()))  # another round

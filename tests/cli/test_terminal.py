@@ -254,7 +254,7 @@ def test_every_command_that_loads_says_so(start):
 LOAD = """
 import time
 from nanoinfer.cli.options import busy
-from nanoinfer.loading.weights import progress_bar
+from nanoinfer.system.progress import progress_bar
 with busy("Loading a model"), progress_bar("packing weights", 30) as bar:
     for _ in range(30):
         time.sleep(0.1)

@@ -40,9 +40,9 @@ from nanoinfer.features.quantization.rounding import check_sizes, quantize_model
 from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.features.training.stored import StoredParameter
 from nanoinfer.features.training.stored import load as load_stored
-from nanoinfer.loading.weights import progress_bar
 from nanoinfer.models.registry import Model
 from nanoinfer.system.process import available_cpu_memory
+from nanoinfer.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,10 @@ from nanoinfer.features.training.loaded_weights import LoadedWeights
 from nanoinfer.features.training.stored import Identity, StoredParameter, store
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import on_meta
-from nanoinfer.loading.weights import fill, find_sources, progress_bar
+from nanoinfer.loading.weights import fill, find_sources
 from nanoinfer.models.layers import Hidden, Untraced
 from nanoinfer.sampling.draw import philox
+from nanoinfer.system.progress import progress_bar
 from nanoinfer.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
