@@ -44,6 +44,7 @@ TESTED_IN = {
     "loading/devices.py": "loading/test_loader.py",
     "models/windows.py": "features/hybrid/test_attention.py",
     "scheduling/observer.py": "engine/test_observer.py",
+    "system/progress.py": "cli/test_terminal.py",
 }
 
 
