@@ -1,4 +1,7 @@
-"""Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed."""
+"""Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed.
+
+Those of the core run always, the others where they or what they import have changed (tests/ran.py), and with `-m long`.
+"""
 
 import ast
 import itertools
@@ -22,10 +25,10 @@ from nbclient import NotebookClient
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import nanoinfer
 from benchmarks.device import checks
 from benchmarks.device.parts import PARTS
 from nanoinfer.attention.base import BACKENDS
+from tests import ran
 from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
@@ -34,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9d]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9d][0-9]*.py"))
-PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+ALWAYS = {"00a_attention_primer", "00b_an_engine_in_60_lines", "01_a_tokens_journey", "03_pages"}
 EMULATED = "d9_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
 BEFORE = {  # smaller products than those that measure a machine, and one round of training
     "04_prefill_and_decode": "from nanoinfer_lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
@@ -125,14 +128,10 @@ def code_of(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def classes_in(source):
-    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
-
-
-def test_their_numbers_have_no_gap():
-    course = ["00a", "00b", *(f"{number:02}" for number in range(1, 12))]
-    deep_dives = ["d1", "d2", "d3", "d4", "d5a", "d5b", "d5c", "d5d", "d6", "d7", "d8", "d9", "d10"]
-    assert sorted(path.stem.split("_")[0] for path in NOTEBOOKS) == course + sorted(deep_dives)
+def due(paths):
+    """Each path as a parameter. Those that have run as they are now are marked long."""
+    rest = {path: path.stem not in ALWAYS and not ran.is_due(path) for path in paths}
+    return [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * rest[path]) for path in paths]
 
 
 def requirements_of(*extras):
@@ -172,7 +171,7 @@ def compare(new, stored, stem):
         assert words_of(new, number) == words_of(stored, number), "run: python notebooks/run.py"
 
 
-@notebooks
+@pytest.mark.parametrize("path", due(NOTEBOOKS))
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     if path.stem == EMULATED and find_spec("triton") is None:
         pytest.skip("Triton is published for Linux")
@@ -201,17 +200,13 @@ def test_what_the_cells_import_comes_with_the_extra():
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    roots = {module.partition(".")[0] for module in modules} - {
-        "nanoinfer",
-        "drawing",
-        "grpo",
-        "tests",
-        *sys.stdlib_module_names,
-    }
+    ours = {"nanoinfer", "drawing", "grpo", "tests"}
+    roots = {module.partition(".")[0] for module in modules} - ours - {*sys.stdlib_module_names}
     assert {"torch", "matplotlib"} <= roots
     assert not distributions_of(roots) - requirements_of("notebooks")
 
 
+@pytest.mark.long
 def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     """It runs on a GPU alone, so it has no outputs here."""
     notebook = read(FOLDER / "gpu.ipynb")
@@ -228,6 +223,7 @@ def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     assert used == {"pytest", "hypothesis"} == set(install.rpartition("-e . ")[2].split())
 
 
+@pytest.mark.long
 def test_a_notebook_runs_in_jupyters_kernel(tmp_path):
     """As notebooks/run.py runs all of them. The others run in IPython alone, which starts sooner."""
     client = NotebookClient(
@@ -257,26 +253,6 @@ def test_what_a_notebook_shows_is_committed_with_it(path):
     assert not re.search(r"[\"' (](/(home|root|work|tmp|usr|var|Users)/|[A-Z]:\\\\)", path.read_text(encoding="utf-8"))
 
 
-@notebooks
-def test_a_notebook_tells_more_than_it_shows_and_asks_at_the_end(path):
-    notebook = read(path)
-    text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    paragraphs = [paragraph for source in text for paragraph in source.split("\n\n")]
-    assert len(paragraphs) >= 1.5 * sum("figure" not in cell.metadata.get("tags", []) for cell in code_of(notebook))
-    assert text[0].startswith(f"# {path.stem.split('_')[0]} · ")
-    assert path.stem.startswith("00") or any(line.startswith("## Questions") for source in text for line in source.splitlines())
-    assert any(line.startswith("## Exercises") for line in text[-1].splitlines())
-
-
-def test_the_notebooks_take_the_package_apart_and_copy_none_of_it():
-    of_the_package = set().union(
-        *(classes_in(file.read_text(encoding="utf-8")) for file in PACKAGE.parent.glob("nanoinfer*/**/*.py"))
-    )
-    assert len(of_the_package) > 100
-    for path in NOTEBOOKS:
-        assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path)))), path.stem
-
-
 @pytest.fixture
 def solutions_imports(monkeypatch):
     """What a solution may import besides the package, and the state of the process as it was, afterwards."""
@@ -294,14 +270,7 @@ def solutions_imports(monkeypatch):
         sys.modules.pop(name, None)
 
 
-# By default half of the solutions, without one that takes as long as its notebook, which trains in the same way.
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (i % 2 or path.stem.startswith("d8_")))
-        for i, path in enumerate(path for path in SOLUTIONS if path.stem != EMULATED)
-    ],
-)
+@pytest.mark.parametrize("path", due([path for path in SOLUTIONS if path.stem != EMULATED]))
 def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path))
@@ -309,12 +278,13 @@ def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is published for Linux")
-def test_the_solutions_that_compile_kernels_run_offline(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", due([path for path in SOLUTIONS if path.stem == EMULATED]))
+def test_the_solutions_that_compile_kernels_run_offline(path, tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is published for Linux")
     monkeypatch.syspath_prepend(str(FOLDER))
-    run = forked.run_script(FOLDER / "solutions" / f"{EMULATED}.py", cwd=tmp_path, fresh=True)
+    run = forked.run_script(path, cwd=tmp_path, fresh=True)
     assert run.returncode == 0, run.stderr
-    compare(run.stdout, (FOLDER / "solutions" / f"{EMULATED}.txt").read_text(encoding="utf-8"), EMULATED)
+    compare(run.stdout, path.with_suffix(".txt").read_text(encoding="utf-8"), EMULATED)
     assert not list(tmp_path.iterdir())
 
 
@@ -324,3 +294,19 @@ def test_every_exercise_has_a_solution():
         exercises = read(notebook).cells[-1].source.split("## Exercises")[1]
         numbers = re.findall(r"^(\d+)\. ", exercises, re.MULTILINE)
         assert re.findall(r"^# Exercise (\d+): ", solution.read_text(encoding="utf-8"), re.MULTILINE) == numbers, solution.stem
+
+
+def test_a_notebook_is_due_when_it_or_what_it_imports_changes(tmp_path):
+    code = "import drawing\nfrom nanoinfer.features.drafts.ngram import Ngram\nimport nanoinfer_lab.bench.roofline\n"
+    code += "from nanoinfer import LLM\nfrom nanoinfer.sampling import stages\nfrom nanoinfer.errors import NanoinferError"
+    used = "nanoinfer/errors.py nanoinfer/features/drafts nanoinfer/sampling nanoinfer_lab/bench notebooks/drawing.py"
+    assert sorted(map(ran.name_of, ran.places_of(code, FOLDER))) == used.split()
+    files = [tmp_path / name for name in ("one.py", "helper.py")]
+    digests = []
+    for texts in (("import helper", "x = 1"), ("import helper", "x = 2"), ("import helper ", "x = 2")):
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        for cached in (ran.digest_of, ran.digest_of_place):
+            cached.cache_clear()
+        digests.append(ran.digest_of(files[0]))
+    assert len(set(digests)) == 3
