@@ -18,15 +18,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.loading.checkpoint import file_digests
 from nanoinfer.server.app import create_app
 from nanoinfer.server.async_llm import AsyncLLM
-from nanoinfer.server.batch import (
-    BatchRequest,
-    Manifest,
-    ResultFile,
-    answer_all,
-    check_requests,
-    manifest_path,
-    request_seed,
-)
+from nanoinfer.server.batch import BatchRequest, Manifest, ResultFile, answer_all, check_requests, manifest_path, request_seed
 from nanoinfer.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
@@ -145,10 +137,7 @@ def test_errors_are_results_and_can_be_tried_again(tmp_path):
     assert errors == {
         "stream": (400, {"code": "400", "message": "stream is not supported in a batch; leave it out"}),
         "bad": (400, {"code": "400", "message": "temperature must be finite and >= 0, got -1.0; 0 is greedy"}),
-        "model": (
-            404,
-            {"code": "model_not_found", "message": "the model 'gpt-4o' is not served; this server has tiny"},
-        ),
+        "model": (404, {"code": "model_not_found", "message": "the model 'gpt-4o' is not served; this server has tiny"}),
     }
     result_file = ResultFile(output, manifest_of(path), retry_errors=True)
     assert (result_file.num_finished, result_file.num_errors, result_file.is_complete) == (1, 0, False)
