@@ -9,16 +9,15 @@ import pytest
 from nanoinfer.server.blocks import Block
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.messages import _json_of
-from tests.helpers import doors, http_server
+from tests.helpers import doors
 from tests.helpers.doors import Messages, events_of, without_ids
-from tests.helpers.tool_cases import TOOLS, WEATHER, check_call
+from tests.helpers.tool_cases import TOOLS, WEATHER
 
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/messages"
 QUESTION = [{"role": "user", "content": "How warm is Oslo?"}]
 MESSAGES_TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "night", "input_schema": {"type": "object"}}]
-USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 BODY = {"messages": QUESTION, "max_tokens": 8, "seed": 3}
 
 
@@ -56,7 +55,9 @@ def test_the_last_message_is_continued_and_an_answer_follows_a_schema(server):
     assert post(server, chat)["content"] == [{"type": "text", "text": text}]
     schema = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}}, "required": ["name"]}
     answer_format = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
-    text = post(server, BODY | {"output_config": {"effort": "low", "format": answer_format}, "max_tokens": 60})["content"][0]["text"]
+    text = post(server, BODY | {"output_config": {"effort": "low", "format": answer_format}, "max_tokens": 60})["content"][0][
+        "text"
+    ]
     assert json.loads(text)["name"] in ("Lily", "Tom")
 
 
@@ -111,14 +112,13 @@ def test_a_conversation_with_calls_is_rendered_as_in_a_chat(tool_server):
     assert streamed(tool_server, body | {"max_tokens": 1})["usage"] == again
 
 
-def test_errors_of_every_status_have_anthropics_format(server):
-    with http_server.serving(api_key=("secret",)) as guarded:
-        for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"}):
-            for path in (PATH, PATH + "/count_tokens"):
-                refused = guarded.post(path, BODY, headers=headers)
-                assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        for headers in ({"X-Api-Key": "secret"}, {"Authorization": "Bearer secret"}):
-            assert guarded.post(PATH, BODY, headers=headers).status_code == 200
+def test_errors_of_every_status_have_anthropics_format(server, guarded):
+    for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "second"}):
+        for path in (PATH, PATH + "/count_tokens"):
+            refused = guarded.post(path, BODY, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    for headers in ({"X-Api-Key": "second"}, {"Authorization": "Bearer second"}):
+        assert guarded.post(PATH, BODY, headers=headers).status_code == 200
     for more, status, kind in (
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"model": "other"}, 404, "not_found_error"),
@@ -134,14 +134,12 @@ def test_errors_of_every_status_have_anthropics_format(server):
     assert failed.startswith('event: error\ndata: {"type":"error","error":{"message":"the request took longer')
 
 
-def test_other_tools_are_left_out_where_unknown_fields_are_ignored():
-    with http_server.serving(ignore_unknown_fields=True) as ignoring:
-        body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
-        assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
-        for path in (PATH, PATH + "/count_tokens"):  # whose messages are not all in the request
-            thread = {"type": "continue", "previous_message_id": "msg_1"}
-            refused = ignoring.post(path, {"messages": QUESTION, "max_tokens": 8, "thread": thread}).json()["error"]
-            assert refused["details"] == {"error_code": "thread_unsupported_request"}
+def test_other_tools_are_left_out_where_unknown_fields_are_ignored(ignoring):
+    body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
+    assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
+    for path in (PATH, PATH + "/count_tokens"):  # whose messages are not all in the request
+        refused = ignoring.post(path, BODY | {"thread": {"type": "continue", "previous_message_id": "msg_1"}})
+        assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 # ---- Anthropic's client
