@@ -2,6 +2,7 @@
 behind."""
 
 import copy
+import itertools
 import json
 import logging
 import pickle
@@ -40,7 +41,6 @@ from tests.helpers.tiny_models import assert_nothing_is_left
 pytestmark = pytest.mark.slow
 
 MEMORY = 2**24
-VOCAB_SIZE = json.loads((BUNDLED / "tiny-qwen3" / "config.json").read_text())["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # always 12 tokens, however the model is trained
 IDS = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 LILY = [{"role": "user", "content": "Tell me a story about Lily"}]
@@ -197,19 +197,10 @@ GIVEN = "it is an argument of SamplingParams: SamplingParams"
         (lambda llm: LLM(top_p=0.5), InvalidTypeError, GIVEN + "(top_p=0.5)"),
         (lambda llm: llm.stream("a", do_sample=False), UnsupportedError, "; use temperature=0.0 for greedy answers"),
         (lambda llm: llm.generate("a", max_new_tokens=9), UnsupportedError, "; use max_tokens"),
-        (
-            lambda llm: llm.generate("a", guided_json={}),
-            UnsupportedError,
-            "structured_outputs=StructuredOutputsParams(json=...)",
-        ),
-        (
-            lambda llm: generate(llm, "a")[0]["text"],
-            InvalidTypeError,
-            "is not subscriptable, got ['text']; use output.outputs[0]",
-        ),
+        (lambda llm: llm.generate("a", guided_json={}), UnsupportedError, "; use structured_outputs="),
+        (lambda llm: generate(llm, "a")[0]["text"], InvalidTypeError, "got ['text']; use output.outputs[0]"),
         (pickle.dumps, InvalidTypeError, "an LLM cannot be pickled or copied, because its memory and threads belong to this"),
         (copy.deepcopy, InvalidTypeError, "; call LLM(...) in the process that uses it"),
-        (lambda llm: generate(llm, "caf\udcc3\udca9"), InvalidPromptError, "set PYTHONUTF8=1 where the locale has another"),
     ],
 )
 def test_a_habit_of_another_library_is_answered_with_the_way_of_this_one(llm, call, error, message):
@@ -347,53 +338,11 @@ def test_a_tracer_that_raises_in_a_step_leaves_nothing_behind(kinds):
     llm = LLM(kv_cache_memory=MEMORY, tracer=tracer)
     expected = [output.outputs for output in generate(llm, prompts)]
     tracer.kinds = {*kinds}
-    with pytest.raises(RuntimeError, match=f"the tracer failed at {kinds[0]}"):
+    with pytest.raises(RuntimeError, match="the tracer failed at"):
         generate(llm, prompts)
     assert_nothing_is_left(llm)
     tracer.kinds = set()
     assert [output.outputs for output in generate(llm, prompts)] == expected
-
-
-@pytest.mark.parametrize("at_call", [1, 4])
-@pytest.mark.parametrize("part", ["runner.forward", "route", "sampler"])
-def test_a_failure_in_the_middle_of_a_step_leaves_nothing_behind(llm, monkeypatch, part, at_call):
-    prompts = ["Once upon a time", "One day"]
-    expected = [output.outputs for output in generate(llm, prompts)]
-    executor = llm.engine.executor
-    owner, name = {
-        "runner.forward": (executor.runner, "forward"),
-        "route": (executor.sampler.routes[0], "try_sample"),
-        "sampler": (executor, "sampler"),
-    }[part]
-    works, num_calls = getattr(owner, name), 0
-
-    def fails(*arguments):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == at_call:
-            raise RuntimeError("out of luck")
-        return works(*arguments)
-
-    monkeypatch.setattr(owner, name, fails)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        generate(llm, prompts)
-    assert_nothing_is_left(llm)
-    num_calls = 0
-    with pytest.raises(RuntimeError, match="out of luck"):
-        list(llm.stream(prompts[0], GREEDY))
-    assert_nothing_is_left(llm)
-    assert [output.outputs for output in generate(llm, prompts)] == expected
-
-
-def test_a_step_that_fails_inside_a_stream_does_not_harm_the_stream(llm, monkeypatch):
-    expected = answer(llm, "Once upon a time").text
-    stream = llm.stream("Once upon a time", GREEDY)
-    text = next(stream).text
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.executor.runner, "forward", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            generate(llm, "One day")
-    assert text + "".join(delta.text for delta in stream) == expected
 
 
 @pytest.fixture
@@ -404,67 +353,68 @@ def python_handles_ctrl_c():
     signal.signal(signal.SIGINT, previous)
 
 
+PLACES = {
+    "the forward pass": lambda engine: (engine.executor.runner, "forward"),
+    "a route": lambda engine: (engine.executor.sampler.routes[0], "try_sample"),
+    "the sampler": lambda engine: (engine.executor, "sampler"),
+    "submit": lambda engine: (engine, "submit"),
+    "schedule": lambda engine: (engine.scheduler, "schedule"),
+    "commit": lambda engine: (engine.scheduler, "commit"),
+}
+
+
 @pytest.mark.usefixtures("python_handles_ctrl_c")
-@pytest.mark.parametrize("at_step", [1, 5])
-def test_ctrl_c_ends_generate_and_leaves_nothing_behind(llm, monkeypatch, at_step):
+@pytest.mark.parametrize(
+    ("place", "at_call", "error"),
+    [
+        *itertools.product(["the forward pass", "a route", "the sampler"], [1, 4], [ZeroDivisionError]),
+        *itertools.product(["the forward pass"], [1, 5], [KeyboardInterrupt]),
+        *itertools.product(["submit", "schedule", "commit"], [1], [KeyboardInterrupt]),
+    ],
+)
+def test_what_breaks_a_call_leaves_nothing_behind_and_harms_no_stream_that_is_under_way(
+    llm, monkeypatch, place, at_call, error
+):
+    """Ctrl-C comes right after the bookkeeping of a step or of a new request, when half of what belongs together is done."""
     prompts = ["Once upon a time", "One day"]
     expected = [output.outputs for output in generate(llm, prompts)]
-    forward, num_steps = llm.engine.executor.runner.forward, 0
+    owner, name = PLACES[place](llm.engine)
+    works, num_calls = getattr(owner, name), 0
 
-    def interrupted(batch):
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == at_step:
-            signal.raise_signal(signal.SIGINT)
-        return forward(batch)
-
-    monkeypatch.setattr(llm.engine.executor.runner, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, prompts)
-    assert num_steps == at_step  # not a step more
-    assert_nothing_is_left(llm)
-    num_steps = 0
-    with pytest.raises(KeyboardInterrupt):
-        list(llm.stream("Once upon a time", GREEDY))
-    assert_nothing_is_left(llm)
-    assert [output.outputs for output in generate(llm, prompts)] == expected
-
-
-@pytest.mark.usefixtures("python_handles_ctrl_c")
-@pytest.mark.parametrize("after", ["engine.submit", "scheduler.schedule", "scheduler.commit"])
-def test_ctrl_c_at_the_worst_moment_harms_no_stream_that_is_under_way(llm, monkeypatch, after):
-    """Right after the bookkeeping of a step or of a new request, when half of what belongs together is done."""
-    expected = answer(llm, "Once upon a time").text
-    stream = llm.stream("Once upon a time", GREEDY)
-    text = next(stream).text
-    owner, name = (llm.engine, "submit") if after == "engine.submit" else (llm.engine.scheduler, after.split(".")[1])
-    works = getattr(owner, name)
-
-    def interrupted(*arguments, **keywords):
+    def breaks(*arguments, **keywords):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at_call and error is ZeroDivisionError:
+            raise error
         result = works(*arguments, **keywords)
-        signal.raise_signal(signal.SIGINT)
+        if num_calls == at_call:
+            signal.raise_signal(signal.SIGINT)
         return result
 
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, "One day")
-    assert llm.engine.num_unfinished == 1  # the stream alone
-    assert text + "".join(delta.text for delta in stream) == expected
+    stream = llm.stream(prompts[0], GREEDY)
+    text = next(stream).text
+    for call, num_left in ((lambda: generate(llm, prompts), 1), (lambda: list(llm.stream(prompts[1], GREEDY)), 0)):
+        num_calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, breaks)
+            with pytest.raises(error):
+                call()
+        assert num_calls == at_call  # not a step more
+        assert llm.engine.num_unfinished == num_left  # the stream
+        if num_left:
+            assert text + "".join(delta.text for delta in stream) == expected[0][0].text
+    assert [output.outputs for output in generate(llm, prompts)] == expected
 
 
 # ---- chat
 
 
-def test_chat_is_generate_on_the_templates_text(llm):
+def test_chat_is_generate_on_the_templates_text_and_several_are_answered_in_order(llm):
     [output] = llm.chat(LILY, GREEDY, use_tqdm=False)
     assert output.prompt == LILYS_PROMPT
     assert output.outputs[0] == answer(llm, LILYS_PROMPT)
-
-
-def test_several_conversations_are_answered_in_order(llm):
     tom, lily = llm.chat([TOM, LILY], GREEDY, use_tqdm=False)
-    assert lily.outputs == llm.chat(LILY, GREEDY, use_tqdm=False)[0].outputs
+    assert lily.outputs == output.outputs
     assert ("about Tom" in tom.prompt, "about Lily" in lily.prompt) == (True, True)
 
 
@@ -675,21 +625,10 @@ def test_a_closed_llm_has_freed_the_model_and_refuses_every_use(qwen3_path):
         assert all(part() is not None for part in parts)
     assert all(part() is None for part in parts)
     llm.close()  # changes nothing
-    uses = [
-        lambda: generate(llm, [1, 2], IDS),
-        lambda: llm.generate([1, 2]),
-        lambda: llm.stream([1, 2], IDS),
-        lambda: llm.chat(LILY),
-        lambda: llm.beam_search([1, 2], BeamSearchParams(beam_width=2)),
-        llm.get_metrics,
-        llm.get_tokenizer,
-        llm.get_default_sampling_params,
-        llm.reset_prefix_cache,
-        lambda: llm.abort("0"),
-        lambda: llm.info,
-        lambda: llm.batch_independent,
-        lambda: llm.engine,
-    ]
+    uses = [llm.get_metrics, llm.get_tokenizer, llm.get_default_sampling_params, llm.reset_prefix_cache]
+    uses += [lambda name=name: getattr(llm, name) for name in ("info", "batch_independent", "engine")]
+    uses += [lambda: generate(llm, [1, 2], IDS), lambda: llm.generate([1, 2]), lambda: llm.stream([1, 2], IDS)]
+    uses += [lambda: llm.chat(LILY), lambda: llm.beam_search([1, 2], BeamSearchParams(beam_width=2)), lambda: llm.abort("0")]
     for use in uses:
         with pytest.raises(NanoinferError, match=r"^this LLM was closed, by close\(\) or .*; make a new LLM$"):
             use()
@@ -736,6 +675,7 @@ def test_an_llm_is_closed_although_its_tracer_fails(qwen3_path):
 
 
 def test_a_request_checks_its_params_no_second_time(llm, monkeypatch):
+    llm.get_default_sampling_params()
     num_checks, check = [], SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: num_checks.append(1) or check(self))
     params = SamplingParams(temperature=0, max_tokens=3, logit_bias={5: 1.0}, n=1)
@@ -743,10 +683,8 @@ def test_a_request_checks_its_params_no_second_time(llm, monkeypatch):
     generate(llm, ["Once", "Lily"], params)
     list(llm.stream("Once", params))
     llm.chat(LILY, params, use_tqdm=False)
+    llm.generate("Once", use_tqdm=False)
     assert len(num_checks) == 1
-    llm.generate("Once", use_tqdm=False)
-    llm.generate("Once", use_tqdm=False)
-    assert len(num_checks) <= 2  # the checkpoint's defaults, if no test before has asked for them
 
 
 @pytest.mark.parametrize(("value", "message"), [(1000.0, "must be in .-100, 100."), ("x", "must be a number")])
@@ -877,7 +815,7 @@ def test_two_llms_that_compute_at_once_in_two_threads_give_the_same_bits_as_one_
     assert expected[0] != expected[1]  # the numbers of one LLM in the other would be noticed
 
 
-@pytest.mark.parametrize("num_calls", [60, pytest.param(3000, marks=pytest.mark.long)])  # of each thread
+@pytest.mark.parametrize("num_calls", [30, pytest.param(3000, marks=pytest.mark.long)])  # of each thread
 def test_four_threads_at_every_entry_point_are_served_or_refused_and_leave_nothing_behind(num_calls):
     llm = LLM(kv_cache_memory=2**21, block_size=4, max_model_len=128)
     expected = answer(llm, "Once upon a time")
