@@ -15,7 +15,7 @@ from tests.helpers.scripts import ROOT, load
 from tools import address
 
 checkpoints, leaderboard, parameters, scaling = map(load, ("checkpoints", "leaderboard", "parameters", "scaling"))
-one_file, structure, header, growing = map(load, ("one_file", "structure", "header", "growing"))
+one_file, structure, header, growing, stated = map(load, ("one_file", "structure", "header", "growing", "stated"))
 STEMS = sorted(path.stem for path in ROOT.glob("notebooks/[0-9d]*.ipynb"))
 PUBLIC = "https://github.com/owner/name"
 # page and command: what the command makes of the page's text
@@ -80,7 +80,7 @@ def test_a_link_of_a_notebook_to_a_file_becomes_public_and_others_stay():
 
 
 @pytest.mark.parametrize("stem", [*STEMS, "gpu"])
-def test_a_notebook_has_the_header_and_the_links_that_are_written(stem):
+def test_a_notebook_has_the_header_and_links_that_are_written_and_the_numbers_that_it_states(stem):
     cells = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells
     for cell in cells:
         if cell.cell_type == "markdown":
@@ -93,6 +93,21 @@ def test_a_notebook_has_the_header_and_the_links_that_are_written(stem):
     assert len(files) >= 5
     assert [file for file in files if not file.exists()] == []
     assert f"git clone -q {PUBLIC} && pip" in header.header_of(stem, PUBLIC)
+    assert stated.missing_in(nbformat.v4.new_notebook(cells=cells)) == []  # every number in prose is in an output or in code
+
+
+def test_a_number_that_no_cell_has_is_found():
+    def notebook(prose, code="x = 1959  # 0.26", output="12.50 ms"):
+        made = nbformat.v4.new_code_cell(code, outputs=[nbformat.v4.new_output("stream", name="stdout", text=output)])
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(prose), made])
+
+    right = "There are 1,959 tokens, 26% of them long, in 12.5 ms, two or 3 at a time (Su et al. 2021), as notebook d5a says."
+    assert stated.missing_in(notebook(right)) == []
+    wrong = (
+        "There are 1,960 tokens, 27% of them, in 12.6 ms. Twenty of `400` are a hundred, which is 8 times, or nine times, .65."
+    )
+    assert stated.missing_in(notebook(wrong)) == ["1,960", "27%", "12.6", "8 times", ".65", "Twenty", "hundred", "nine times"]
+    assert stated.missing_in(notebook("Fine.\n\n## Exercises\n\n1. Try 500.")) == []
 
 
 def test_the_courses_order_map_and_pictures_have_every_notebook():
@@ -112,9 +127,9 @@ def test_the_courses_order_map_and_pictures_have_every_notebook():
 
 @pytest.mark.parametrize("page", one_file.PAGES)
 def test_a_page_has_the_lines_of_the_one_file_and_its_size(page):
-    text, stated = read(page), one_file.pattern(one_file.PAGES[page])
-    assert stated.sub("", one_file.written(page)) == stated.sub("", text), "run: python docs/one_file.py"
-    said, today = (re.findall(r"\d[\d,]+", stated.search(one)[0]) for one in (text, one_file.written(page)))
+    text, sentence = read(page), one_file.pattern(one_file.PAGES[page])
+    assert sentence.sub("", one_file.written(page)) == sentence.sub("", text), "run: python docs/one_file.py"
+    said, today = (re.findall(r"\d[\d,]+", sentence.search(one)[0]) for one in (text, one_file.written(page)))
     assert [int(number.replace(",", "")) for number in said] == pytest.approx(
         [int(number.replace(",", "")) for number in today], rel=0.05
     )

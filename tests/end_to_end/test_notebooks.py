@@ -44,74 +44,7 @@ BEFORE = {  # smaller products than those that measure a machine, and one round 
     "04_prefill_and_decode": "from nanoinfer_lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
     "d8_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
 }
-# {text of a cell: what runs here}. Whether a notebook works does not depend on how often it measures a time, or on the sizes
-# for which it does. What it asserts stays.
-LESS = {
-    "02_attention_with_and_without_a_kv_cache": {
-        "STRIDE = 32": "STRIDE = 128",
-        "for _ in range(3):  # all lengths": "for _ in range(1):  # all lengths",
-    },
-    "04_prefill_and_decode": {
-        "for seed in range(2):": "for seed in range(1):",
-        "num_decodes=8": "num_decodes=2",
-        '"n_layer": 6': '"n_layer": 1',
-    },
-    "07_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
-    "d1_beam_search": {
-        "max_num_seqs=1959": "max_num_seqs=100",
-        "beam_width=1959": "beam_width=100",
-        "heroes = list(stories.HEROES)": "heroes = list(stories.HEROES)[:4]",
-    },
-    "d2_why_the_same_prompt_can_give_other_bits": {
-        "range(150, len(story), 7)": "range(150, len(story), 50)",
-        "NUMS_OF_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63)": "NUMS_OF_ROWS = (1, 2, 17, 63)",
-        "for _ in range(3):": "for _ in range(1):",
-        "time_prompts((64, 256, 500))": "time_prompts((64,))",
-        "time_prompts((500, 1000), model=folder": "time_prompts((64,), model=folder",
-    },
-    "d4_fast_top_k_and_top_p": {
-        "repeats=2": "repeats=1",
-        "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)",
-        "torch.randn(200, 50_257": "torch.randn(20, 50_257",
-        "((1_000, 2048), (50_257, 32))": "((1_000, 256), (50_257, 8))",
-    },
-    "d5a_write_your_own_model": {
-        "windows = (48, 96, 128)": "windows = (48, 96)",
-        "0.7, num=12)": "0.7, num=1)",
-        "max_tokens=200, seed=seed": "max_tokens=50, seed=seed",
-        "max_tokens=100, ignore_eos=True)": "max_tokens=20, ignore_eos=True)",
-        "for window in (10**9, 32):": "for window in (32,):",
-    },
-    "d5b_write_your_own_stage": {"num=16": "num=4"},
-    "d5d_write_your_own_drafter": {"ROUNDS = 6": "ROUNDS = 2"},
-    "d5c_write_your_own_scheduler": {
-        "for AtRandom.seed in range(12):": "for AtRandom.seed in range(4):",
-        "assert len(orders) == 12": "assert len(orders) == 4",
-    },
-    "10_speculative_decoding": {
-        "prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)",
-        "max_tokens=24, ignore_eos=True) for i in range(32)": "max_tokens=12, ignore_eos=True) for i in range(32)",
-    },
-    "06_serving": {
-        "NUM_REQUESTS, NUM_RUNS = 200, 3": "NUM_REQUESTS, NUM_RUNS = 10, 1",
-        "LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)": "LOADS = (0.5, 2.5)",
-        "[0.2 * i for i in range(5)]": "[0.0]",
-        "[SHORT] * 5": "[SHORT]",
-    },
-    "09_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
-    "d10_which_settings_which_machine": {
-        "NUM_REQUESTS = 100": "NUM_REQUESTS = 30",
-        "NUM_LONG = 80": "NUM_LONG = 16",
-        "NUM_MEASURED = 40": "NUM_MEASURED = 8",
-        "for run in range(4)": "for run in range(2)",
-    },
-    "d8_reinforcement_learning_with_an_engine": {
-        'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
-        "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
-    },
-}
-
-
+LESS = tomllib.loads(Path(__file__).with_name("notebooks.toml").read_text(encoding="utf-8"))  # smaller measurements
 UNCOMPARED = {
     "06_serving",  # tokens of a stream arrive together or apart
     "d2_why_the_same_prompt_can_give_other_bits",  # the last bits of torch's kernels decide about words

@@ -81,22 +81,20 @@ def recorded(tmp_path_factory):
         llm.engine.step()
     path = tmp_path_factory.mktemp("viewer") / "recorded.html"
     recorder.to_html(path)
-    return SimpleNamespace(recorder=recorder, seen=seen, path=path)
+    stages = {}
+    for event in recorder.of(StageApplied):
+        stages.setdefault((event.sequence_id, event.position), []).append(event)
+    draws = {(event.sequence_id, event.position): event for event in recorder.of(TokenDrawn)}
+    return SimpleNamespace(recorder=recorder, seen=seen, path=path, stages=stages, draws=draws)
 
 
 @pytest.fixture(scope="module", params=["async_scheduling", "one step after the other"])
 def crowded(request, tmp_path_factory):
     """More tokens than the cache holds, so that there are preemptions and evictions. One request is aborted."""
     recorder = Recorder()
-    probe = LLM(block_size=8, kv_cache_memory=2**20)
-    per_block = 2**20 // probe.engine.block_manager.num_blocks
-    llm = LLM(
-        tracer=recorder,
-        block_size=8,
-        kv_cache_memory=15 * per_block,
-        chunk_size=16,
-        async_scheduling=request.param == "async_scheduling",
-    )
+    per_block = 2**20 // LLM(block_size=8, kv_cache_memory=2**20).engine.block_manager.num_blocks
+    given = {"chunk_size": 16, "async_scheduling": request.param == "async_scheduling"}
+    llm = LLM(tracer=recorder, block_size=8, kv_cache_memory=15 * per_block, **given)
     seen = looking_on(llm)
     for i, prompt in enumerate([PREFIX, "Lily was", PREFIX + " put", "Anna", "A fox", PREFIX]):
         params = SamplingParams(seed=i, max_tokens=25, ignore_eos=True, n=2 if i == 2 else 1)
@@ -206,6 +204,15 @@ def until(page, condition):
     raise AssertionError("waited for two minutes")
 
 
+def select(page, sequence_id, index):
+    go = "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s, s.tokens[i]); }"
+    page.evaluate(go, [sequence_id, index])
+
+
+def tokens_of(run, sequence_id):
+    return [event for event in run.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
+
+
 def as_seen(text):
     """A token as a label shows it."""
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
@@ -224,19 +231,6 @@ def go_to(page, step):
         "step => { const slider = byId('slider'); slider.value = step; slider.dispatchEvent(new Event('input')); }", step
     )
     assert step_of(page) == step
-
-
-def drawn_in(recorder, step):
-    """The tokens that a step drew: those between the previous StepTimed and its own."""
-    tokens = []
-    for event in recorder.events:
-        if isinstance(event, TokenAppended):
-            tokens.append(event)
-        if isinstance(event, StepTimed):
-            if event.step == step:
-                return tokens
-            tokens = []
-    raise AssertionError(step)
 
 
 # ---- the file
@@ -310,7 +304,7 @@ def test_it_opens_with_what_ran_and_keys_slider_and_play_move_through_the_steps(
 
 def test_keys_and_clicks_select_a_token(recorded, show):
     page = show(recorded.path)
-    positions = [event.position for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "2"]
+    positions = [event.position for event in tokens_of(recorded, "2")]
     position = lambda: int(re.search(r"position (\d+)", page.inner_text("#token p >> nth=0"))[1])  # noqa: E731
     page.locator("#requests button.owner", has_text=re.compile("^2$")).press("Enter")  # selects, and does not move
     assert step_of(page) == 0
@@ -331,8 +325,7 @@ def test_keys_and_clicks_select_a_token(recorded, show):
     for sequence_id, step in [("1", 11), ("0.1", 2), ("2", 30)]:
         page.locator(f".track[data-sequence='{sequence_id}']").click(position={"x": (step + 0.5) * width, "y": 8})
         assert step_of(page) == step
-        [token] = [t for t in drawn_in(recorded.recorder, step) if t.sequence_id == sequence_id]
-        assert f"id {token.token_id}, position {token.position}, drawn in step {step}" in page.inner_text("#token p >> nth=0")
+        assert f", drawn in step {step}" in page.inner_text("#token p >> nth=0")
         band, track = page.locator("#band").bounding_box(), page.locator(".track >> nth=1").bounding_box()
         assert band["x"] == pytest.approx(track["x"] + step * width, abs=3)
     for request, answer, index in [(0, 1, 17), (3, 0, 4), (2, 0, 0)]:
@@ -340,9 +333,9 @@ def test_keys_and_clicks_select_a_token(recorded, show):
         chip = answers.nth(1 + answer).locator(".drawn-token").nth(index)
         chip.click()
         sequence_id = f"{request}.{answer}" if answer else f"{request}"
-        token = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id][index]
+        token = tokens_of(recorded, sequence_id)[index]
         assert page.inner_text("#token-title") == f"Token “{as_seen(token.token)}”"
-        assert token in drawn_in(recorded.recorder, step_of(page))
+        assert f"id {token.token_id}, position {token.position}, drawn in step {step_of(page)}" in page.inner_text("#token")
         assert chip.get_attribute("aria-pressed") == "true"
         assert page.locator("[aria-pressed=true]").count() == 1
     chip.focus()
@@ -372,11 +365,9 @@ def test_a_link_opens_the_page_where_it_was_copied(recorded, show):
 
 @pytest.mark.parametrize("at", ["", "#step=1000"])
 def test_it_opens_on_the_token_of_greatest_entropy(recorded, show, at):
-    entropies = {}
-    for event in recorded.recorder.of(StageApplied):
-        if event.stage == "model":
-            entropies[event.sequence_id, event.position] = event.entropy
-    sequence_id, position = max(entropies, key=entropies.get)
+    models = [event for event in recorded.recorder.of(StageApplied) if event.stage == "model"]
+    most = max(models, key=lambda event: event.entropy)
+    sequence_id, position = most.sequence_id, most.position
     page = show(recorded.path, at=at)
     assert page.inner_text("#token p >> nth=0").startswith(f"{sequence_id} id ")
     assert f"position {position}," in page.inner_text("#token p >> nth=0")
@@ -530,7 +521,7 @@ def test_text_can_be_read_searched_and_copied(recorded, show):
     assert "Once upon a time, there was" in words
     page.locator(".block >> nth=1").focus()
     assert page.inner_text("#block-words").startswith("block 1")
-    tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "3"]
+    tokens = tokens_of(recorded, "3")
     [held] = [i for i, event in enumerate(tokens) if event.held == "She looked"]
     details = page.locator("#requests details >> nth=3")
     chips = details.locator(".drawn-token")
@@ -543,7 +534,7 @@ def test_text_can_be_read_searched_and_copied(recorded, show):
     assert details.locator(".tail").inner_text() == "ended: stop “She␣looked␣down”"
     assert details.locator(".later").count() == 0
     assert page.locator("#requests details >> nth=2").locator(".tail").inner_text() == "ended: length"
-    tokens = [event.token for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "0"]
+    tokens = [event.token for event in tokens_of(recorded, "0")]
     answer = "".join(tokens)
     page.keyboard.press("Home")
     assert "␣" not in page.inner_text("#requests")
@@ -592,26 +583,18 @@ def test_a_notebook_shows_the_page_in_a_frame(recorded, browser, tmp_path):
 
 def test_the_bars_are_the_stages_and_the_intervals_are_the_draw(recorded, show):
     page = show(recorded.path)
-    stages, draws = {}, {}
-    for event in recorded.recorder.events:
-        if isinstance(event, StageApplied):
-            stages.setdefault((event.sequence_id, event.position), []).append(event)
-        if isinstance(event, TokenDrawn):
-            draws[event.sequence_id, event.position] = event
     names = set()
     for row, sequence_id in enumerate(["0", "0.1", "1", "3"]):
-        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
+        tokens = tokens_of(recorded, sequence_id)
         for index in (row, len(tokens) - 1):
-            page.evaluate(
-                "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s); }", [sequence_id, index]
-            )
+            select(page, sequence_id, index)
             key = (sequence_id, tokens[index].position)
             shown = page.locator(".stage")
-            assert shown.count() == len(stages[key])
-            for i, stage in enumerate(stages[key]):
+            assert shown.count() == len(recorded.stages[key])
+            for i, stage in enumerate(recorded.stages[key]):
                 names.add(stage.stage)
                 check_stage(shown.nth(i), stage, tokens[index])
-            check_intervals(page, draws[key])
+            check_intervals(page, recorded.draws[key])
     assert {"model", "apply_repetition_penalty", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p"} <= names
     page.locator("#requests details >> nth=2").locator(".drawn-token >> nth=5").click()
     assert "A greedy row (temperature=0) takes the most probable token" in page.inner_text("#explanation")
@@ -656,18 +639,11 @@ def check_intervals(page, draw):
 
 def test_the_explanation_and_the_times_say_what_the_events_say(recorded, show):
     page = show(recorded.path)
-    stages = {}
-    for event in recorded.recorder.of(StageApplied):
-        stages.setdefault((event.sequence_id, event.position), []).append(event)
-    draws = {(event.sequence_id, event.position): event for event in recorded.recorder.of(TokenDrawn)}
     added = {event.request_id: event for event in recorded.recorder.of(RequestAdded)}
 
     def explanation(sequence_id, index):
-        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
-        page.evaluate(
-            "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s, s.tokens[i]); }",
-            [sequence_id, index],
-        )
+        tokens = tokens_of(recorded, sequence_id)
+        select(page, sequence_id, index)
         return tokens[index], page.inner_text("#explanation")
 
     token, text = explanation("0", 0)
@@ -677,7 +653,7 @@ def test_the_explanation_and_the_times_say_what_the_events_say(recorded, show):
     assert f"decode). The keys and values of the {token.position - 1} tokens before were read from the cache." in text
     for index in range(1, 60, 14):
         token, text = explanation("0", index)
-        applied, draw = stages["0", token.position], draws["0", token.position]
+        applied, draw = recorded.stages["0", token.position], recorded.draws["0", token.position]
         removed = {after.stage: before.num_left - after.num_left for before, after in pairwise(applied)}
         for stage, name in [("keep_top_k", "top_k=5"), ("keep_top_p", "top_p=0.9"), ("keep_min_p", "min_p=0.001")]:
             num = removed.get(stage, 0)  # a stage that changes nothing has no event
@@ -689,8 +665,7 @@ def test_the_explanation_and_the_times_say_what_the_events_say(recorded, show):
     assert "of the 16 tokens before were read" in text
     assert f"of a prompt of {num_prompt} (prefill)" in text
     assert "A greedy row (temperature=0) takes" in text
-    num_tokens = sum(event.sequence_id == "3" for event in recorded.recorder.of(TokenAppended))
-    assert explanation("3", num_tokens - 1)[1].endswith("It ended the sequence: stop.")
+    assert explanation("3", len(tokens_of(recorded, "3")) - 1)[1].endswith("It ended the sequence: stop.")
     page.keyboard.press("Home")
     timed = recorded.recorder.of(StepTimed)[0]
     assert timed.trace > 0
