@@ -1,6 +1,7 @@
 """A model compiled for a GPU gives the textbook's logits. Where there is no GPU, Triton interprets its kernels."""
 
 import math
+from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
 
@@ -32,7 +33,6 @@ FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off wher
 IDS = torch.arange(1, 31) * 31 % tiny_models.VOCAB_SIZE
 
 HALF = "bfloat16" if DEVICE == "cpu" or devices.gpu_has_bf16(torch.device(DEVICE)) else "float16"
-dtypes = pytest.mark.parametrize("dtype", ["float32", HALF])
 
 
 def load(path, dtype="float32", device=DEVICE):
@@ -63,34 +63,31 @@ def kernels_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])  # Triton's interpreter is slow
-@dtypes
+@pytest.mark.parametrize(  # Triton's interpreter is slow
+    ("family", "dtype"), [("qwen2", HALF), ("qwen3", "float32"), ("qwen3", HALF), ("qwen3_moe", "float32")]
+)
 def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)
-    model = load(path, dtype)
-    report = compile_model(model)
+    report = compile_model(load(path, dtype))
     assert "" in report.compiled
     assert_same_logits(path, dtype, report.model)
 
 
 def test_gpt2_stays_as_it_is(tmp_path):
-    model = load(tiny_models.save("gpt2", tmp_path))
-    report = compile_model(model)
+    report = compile_model(load(tiny_models.save("gpt2", tmp_path)))
     assert report.compiled == {}
     assert "forward" not in vars(report.model)
 
 
 def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
     """Of a layer: two norms, two rotations with norms, q, k and v, gate and up, and two products that add the residual."""
-    model = load(tiny_models.save("qwen3", tmp_path))
-    report = compile_model(model)
-    model = report.model
+    report = compile_model(load(tiny_models.save("qwen3", tmp_path)))
     assert report.compiled == {"": 2 * 8 + 1}
-    kernels = kernels_of(model)
-    assert [kernels.count(name) for name in ("KernelRMSNorm", "KernelRotation", "GatedLinear", "AddedLinear")] == [5, 4, 2, 4]
-    assert kernels.count("RotatedAttention") == 2
-    added = [module for module in model.forward.__self__.modules() if isinstance(module, compile.AddedLinear)]
-    assert all(module.in_place for module in added)
+    num = Counter(kernels_of(report.model))
+    assert (num["KernelRMSNorm"], num["KernelRotation"], num["GatedLinear"], num["AddedLinear"]) == (5, 4, 2, 4)
+    assert num["RotatedAttention"] == 2
+    modules = report.model.forward.__self__.modules()
+    assert all(module.in_place for module in modules if isinstance(module, compile.AddedLinear))
 
 
 class TwiceResidual(QwenDecoderLayer):
@@ -115,19 +112,16 @@ def test_a_residual_that_is_read_later_is_not_overwritten(layer_class, tmp_path)
     model, expected = load(path), load(path)
     for one in (model, expected):
         one.layers[1].__class__ = layer_class
-    model = compile_model(model).model
-    torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(compile_model(model).model), logits_of(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-@dtypes
+@pytest.mark.parametrize("dtype", ["float32", HALF])
 def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(compile.AddedLinear, "forward", lambda self, x, residual: self.linear(x))
     path = tiny_models.save("qwen3", tmp_path)
-    model = load(path, dtype)
-    model = compile_model(model).model
     with pytest.raises(AssertionError):
-        assert_same_logits(path, dtype, model)
+        assert_same_logits(path, dtype, compile_model(load(path, dtype)).model)
 
 
 class TwoMerges(nn.Module):
@@ -199,8 +193,7 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
     model = load(tiny_models.save("qwen3", tmp_path))
     caplog.clear()
     with caplog.at_level("INFO", "nanoinfer.fast"):
-        model = compile_model(model).model
-    assert "forward" not in vars(model)
+        assert "forward" not in vars(compile_model(model).model)
     [record] = caplog.records
     assert record.message.startswith("triton is not installed: norms, rotations and gates run as torch's own operators")
 
