@@ -5,7 +5,6 @@ import hashlib
 import json
 import mmap
 import shutil
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,8 @@ from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache
-from tests.helpers import forked
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.precompiled import in_new_cache
-from tests.helpers.threads import run_in_threads
 
 pytestmark = [
     pytest.mark.slow,
@@ -263,45 +260,6 @@ def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, c
     assert record.levelname == "WARNING"
     assert f"packed weights cannot be kept in {folder}: " in record.message
     assert not folder.is_dir() or {path.name for path in folder.iterdir()} <= {"lock"}
-
-
-_START = """
-import os, signal, sys
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.fast.cpu import packs
-from nanoinfer.system import disk_cache
-
-packs.MIN_BYTES = 0
-if sys.argv[2] == "killed":
-    disk_cache.stamp = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
-llm = LLM(sys.argv[1], kv_cache_memory=2**22, max_model_len=64, skip_tokenizer_init=True)
-params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-print([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)])
-"""
-
-
-def in_own_process(checkpoint, what="whole"):
-    script = checkpoint.parent / "start.py"
-    script.write_text(_START)
-    return forked.run_script(script, str(checkpoint), what, cwd=checkpoint)
-
-
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(folder, checkpoint):
-    killed = in_own_process(checkpoint, "killed")
-    assert killed.returncode == -signal.SIGKILL
-    assert {path.name for path in folder.iterdir()} == {"lock", "writing"}
-    expected = answers_of(checkpoint)
-    assert {path.suffix for path in folder.iterdir()} == {"", ".weights"}
-    assert not (folder / "writing").exists()
-    assert answers_of(checkpoint) == expected
-
-
-def test_two_processes_that_write_at_once_are_both_right(folder, checkpoint):
-    told = []
-    run_in_threads(lambda i: told.append(in_own_process(checkpoint).stdout.strip()), num=2)
-    assert told == [str(answers_of(checkpoint)[0])] * 2
-    assert len(files(folder)) == 1
-    assert not (folder / "writing").exists()
 
 
 def test_the_files_that_were_used_longest_ago_make_room(folder, checkpoint, monkeypatch):
