@@ -38,11 +38,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import nanoinfer
+from tests.helpers import recorded_counts
 
 RECORD = Path(__file__).with_name("python_calls.json")
 RENEW = "python -m tests.counts.python_calls --write"
 ABOUT = f"Numbers of Python calls, by environment. tests/counts/python_calls.py says what is counted. To renew: {RENEW}"
-MAX_GROWTH, MAX_SHRINKAGE = 0.03, 0.10
 NUM_REPEATS = 3
 HTTP_LIBRARIES = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools")
 PACKAGE = str(Path(nanoinfer.__file__).parent) + os.sep
@@ -249,16 +249,11 @@ def complaints(counted, record):
     """
     changed, unknown = [], []
     for where, counts in counted.items():
-        if where not in record:
+        if where in record:
+            recorded = {name: num for name, num in record[where].items() if name in counts}
+            changed += recorded_counts.complaints(recorded, counts, RENEW)
+        else:
             unknown.append(f"there is no record for {where}; to add one: {RENEW}")
-            continue
-        for name, num in counts.items():
-            before = record[where].get(name, 0)
-            text = f"{name}: {num:,} calls, and the record has {before:,}"
-            if num > before * (1 + MAX_GROWTH):
-                changed.append(f"{text}, more than {MAX_GROWTH:.0%} more; if the cost is intended, renew it: {RENEW}")
-            elif num < before * (1 - MAX_SHRINKAGE):
-                changed.append(f"{text}, more than {MAX_SHRINKAGE:.0%} fewer; renew it, so that the gain is kept: {RENEW}")
     return changed, unknown
 
 
