@@ -98,15 +98,10 @@ def settings():
     return {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False, "kv_cache_memory": 2**25, "seed": 0}
 
 
-def count_llm(llm, name):
-    """Run a workload. Returns: Calls of a decode step and of LLM.generate with all prompts, by "step" and "requests"."""
-    from nanoinfer_lab.bench.workloads import WORKLOADS
-
-    workload = WORKLOADS[name]
-    prompts, params = workload.prompts(llm.engine.executor.info.vocab_size, run=0), workload.params()
-    llm.generate(prompts, params, use_tqdm=False)
-    requests, steps, step = Calls(), [], llm.engine.step
-    requests.of(llm.generate)(prompts, params, use_tqdm=False)
+def count_step(llm, name):
+    """Run a workload. Returns: Calls of a decode step."""
+    prompts, params = workload(llm, name)
+    steps, step = [], llm.engine.step
 
     def counted_step():
         calls = Calls()
@@ -117,7 +112,23 @@ def count_llm(llm, name):
     llm.engine.step = counted_step
     llm.generate(prompts, params, use_tqdm=False)
     llm.engine.step = step
-    return {"step": median(steps[2:-2]), "requests": requests}  # without the steps of prompts and of last tokens
+    return median(steps[2:-2])  # without the steps of prompts and of last tokens
+
+
+def count_requests(llm, name):
+    """Run a workload twice. Returns: Calls of LLM.generate with all prompts."""
+    prompts, params = workload(llm, name)
+    llm.generate(prompts, params, use_tqdm=False)
+    requests = Calls()
+    requests.of(llm.generate)(prompts, params, use_tqdm=False)
+    return requests
+
+
+def workload(llm, name):
+    """The prompts and the parameters of a workload."""
+    from nanoinfer_lab.bench.workloads import WORKLOADS
+
+    return WORKLOADS[name].prompts(llm.engine.executor.info.vocab_size, run=0), WORKLOADS[name].params()
 
 
 class CountedServer:
@@ -227,7 +238,9 @@ def count_all(with_server=True):
     gc.disable()  # a collection calls what waits for objects to end
     own, with_libraries = environments()
     llm = LLM("tiny-qwen3", **settings())
-    counts = {f"LLM {name} {what}": calls for name in ("A", "B16") for what, calls in count_llm(llm, name).items()}
+    counts = {}
+    for name in ("A", "B16"):
+        counts |= {f"LLM {name} requests": count_requests(llm, name), f"LLM {name} step": count_step(llm, name)}
     if not with_server:
         return {own: counts}
     server = count_server()

@@ -31,7 +31,7 @@ def slower(self):
 
 Scheduler.schedule = slower
 llm = LLM("tiny-qwen3", **python_calls.settings())
-print(json.dumps([counted, python_calls.count_llm(llm, "A")["step"].total()]))
+print(json.dumps([counted, python_calls.count_step(llm, "A").total()]))
 """
 
 

@@ -263,31 +263,30 @@ def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, c
 
 
 def test_the_files_that_were_used_longest_ago_make_room(folder, checkpoint, monkeypatch):
-    answers_of(checkpoint, dtype="float32")
+    start(checkpoint, dtype="float32")
     [largest] = files(folder)
     monkeypatch.setattr(packs, "MAX_BYTES", largest.stat().st_size * 9 // 5)
-    answers_of(checkpoint, dtype="bfloat16")
+    start(checkpoint, dtype="bfloat16")
     [smaller] = set(files(folder)) - {largest}
-    answers_of(checkpoint, dtype="float32")  # used
-    answers_of(checkpoint, dtype="float16")
+    start(checkpoint, dtype="float32")  # used
+    start(checkpoint, dtype="float16")
     assert largest in files(folder)
     assert smaller not in files(folder)
     assert sum(path.stat().st_size for path in files(folder)) <= packs.MAX_BYTES
     monkeypatch.setattr(packs, "MAX_BYTES", 1000)
-    answers_of(checkpoint, quantization="int8")
+    start(checkpoint, quantization="int8")
     assert largest in files(folder)  # what does not fit removes nothing
 
 
-def test_the_file_of_a_checkpoint_that_is_gone_is_removed(folder, checkpoint):
-    answers_of(checkpoint)
+def test_the_file_of_a_checkpoint_that_is_gone_is_removed_and_small_models_are_not_kept(folder, checkpoint, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(packs, "MIN_BYTES", 2**26)
+        start(checkpoint)
+    assert not files(folder)
+    start(checkpoint)
     [gone] = files(folder)
+    gc.collect()
     shutil.rmtree(checkpoint)
-    answers_of(BUNDLED / "tiny-qwen3")
+    start(BUNDLED / "tiny-qwen3")
     [path] = files(folder)
     assert path != gone
-
-
-def test_small_models_are_not_kept(folder, checkpoint, monkeypatch):
-    monkeypatch.setattr(packs, "MIN_BYTES", 2**26)
-    answers_of(checkpoint)
-    assert not folder.exists() or not files(folder)

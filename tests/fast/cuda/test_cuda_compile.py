@@ -124,63 +124,55 @@ def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_p
         assert_same_logits(path, dtype, compile_model(load(path, dtype)).model)
 
 
-class TwoMerges(nn.Module):
+def in_two_merges(x, a, b, c):
     """`a` stands in a product with b, and in another with c."""
+    y = x * 2
+    return torch.maximum(a(x), b(x)) * torch.maximum(a(y), c(y))
 
-    num_kernels = 1
 
-    def __init__(self):
+def its_own_gate(x, a, b, c):
+    """The gate and up are one layer."""
+    return (nn.functional.silu(a(x)) * a(x)) ** 2 + torch.maximum(b(x), c(x))
+
+
+def with_a_weight_read(x, a, b, c):
+    """The model reads a weight itself."""
+    return torch.maximum(a(x), b(x)) + nn.functional.linear(x, a.weight) ** 2 + c(x) ** 2
+
+
+def called_twice(x, a, b, c):
+    """Two layers are called with two inputs, and one merged layer computes both. The third product adds a residual."""
+    y = x * 2
+    return torch.maximum(a(x), b(x)) * torch.maximum(a(y), b(y)) + c(x + y)
+
+
+class ThreeLayers(nn.Module):
+    """Computes something of an input and three linear layers."""
+
+    def __init__(self, compute):
         super().__init__()
         self.layers = nn.ModuleDict({name: nn.Linear(8, 6, bias=False) for name in "abc"}).requires_grad_(False)
+        self.compute = compute
 
     def forward(self, x):
-        a, b, c = self.layers.values()
-        y = x * 2
-        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), c(y))
+        return self.compute(x, *self.layers.values())
 
 
-class OwnGate(TwoMerges):
-    """The gate and up are one layer."""
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        return (nn.functional.silu(a(x)) * a(x)) ** 2 + torch.maximum(b(x), c(x))
-
-
-class ReadWeight(TwoMerges):
-    """The model reads a weight itself."""
-
-    num_kernels = 0
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        return torch.maximum(a(x), b(x)) + nn.functional.linear(x, a.weight) ** 2 + c(x) ** 2
-
-
-class CalledTwice(TwoMerges):
-    """Two layers are called with two inputs, and one merged layer computes both. The third product adds a residual."""
-
-    num_kernels = 3
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        y = x * 2
-        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), b(y)) + c(x + y)
-
-
-@pytest.mark.parametrize("model_class", [TwoMerges, OwnGate, ReadWeight, CalledTwice])
-def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(model_class):
+@pytest.mark.parametrize(
+    ("compute", "num_kernels"), [(in_two_merges, 1), (its_own_gate, 1), (with_a_weight_read, 0), (called_twice, 3)]
+)
+def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(compute, num_kernels):
     torch.manual_seed(0)
-    model, x = model_class(), torch.randn(3, 8)
+    model, x = ThreeLayers(compute), torch.randn(3, 8)
     compiled = compile_model(model)
-    assert compiled.compiled.get("", 0) == model_class.num_kernels
+    assert compiled.compiled.get("", 0) == num_kernels
     computing = [module.linear for module in compiled.model.modules() if isinstance(module, compile.FewRowsLinear)]
     weights = [*model.parameters(), *(linear.weight for linear in computing)]
     kept = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
     assert sum(kept.values()) == 3 * 8 * 6 * 4
     with torch.inference_mode():
         for _ in range(2):
-            torch.testing.assert_close(compiled.model(x), model_class.forward(model, x))
+            torch.testing.assert_close(compiled.model(x), ThreeLayers.forward(model, x))
             for weight in model.parameters():
                 weight.copy_(torch.randn_like(weight))
 
@@ -201,49 +193,42 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
 class Rotated(nn.Module):
     """The attention of one layer with heads of 6 numbers: 4 of queries, 2 of keys, and 2 of values."""
 
-    num_fused = 1
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
 
     def forward(self, q, k, v, cos, sin, attend):
-        return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        return self.compute(q, k, v, cos, sin, attend)
 
 
-class ReadAgain(Rotated):
-    """The rotated queries are read again."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        q = apply_rotary(q, cos, sin)
-        return attend(0, q, apply_rotary(k, cos, sin), v) + q
+def plainly(q, k, v, cos, sin, attend):
+    return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
 
 
-class OtherAngles(Rotated):
-    """The keys turn by other angles."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, sin, cos), v)
+def read_again(q, k, v, cos, sin, attend):
+    q = apply_rotary(q, cos, sin)
+    return attend(0, q, apply_rotary(k, cos, sin), v) + q
 
 
-class KeysAsValues(Rotated):
-    """The rotated keys are the values as well."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        k = apply_rotary(k, cos, sin)
-        return attend(0, apply_rotary(q, cos, sin), k, k)
+def with_other_angles(q, k, v, cos, sin, attend):
+    return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, sin, cos), v)
 
 
-class WiderValues(Rotated):
+def with_keys_as_values(q, k, v, cos, sin, attend):
+    k = apply_rotary(k, cos, sin)
+    return attend(0, apply_rotary(q, cos, sin), k, k)
+
+
+def with_wider_values(q, k, v, cos, sin, attend):
     """There are more values than keys, which is for an attention of the user's own."""
-
-    def forward(self, q, k, v, cos, sin, attend):
-        return super().forward(q, k, torch.cat((v, v), 1), cos, sin, attend)
+    return plainly(q, k, torch.cat((v, v), 1), cos, sin, attend)
 
 
-def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it():
+@pytest.mark.parametrize(
+    ("compute", "num_fused"),
+    [(plainly, 1), (read_again, 0), (with_other_angles, 0), (with_keys_as_values, 0), (with_wider_values, 1)],
+)
+def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it(compute, num_fused):
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, num_heads, 6) for num_heads in (4, 2, 2))
     cos, sin = torch.randn(2, 3, 1, 6)
@@ -251,11 +236,10 @@ def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it():
     def sums(layer, q, k, v):
         return q * k.sum(1, keepdim=True) + v.sum(1, keepdim=True)
 
-    for model_class in (Rotated, ReadAgain, OtherAngles, KeysAsValues, WiderValues):
-        model = compile_model(model_class()).model
-        assert kernels_of(model).count("RotatedAttention") == model_class.num_fused
-        expected = model_class()(q, k, v, cos, sin, sums)
-        torch.testing.assert_close(model(*(x.to(DEVICE) for x in (q, k, v, cos, sin)), sums).cpu(), expected)
+    model = compile_model(Rotated(compute)).model
+    assert kernels_of(model).count("RotatedAttention") == num_fused
+    found = model(*(x.to(DEVICE) for x in (q, k, v, cos, sin)), sums).cpu()
+    torch.testing.assert_close(found, compute(q, k, v, cos, sin, sums))
 
 
 def heads_of(num_tokens, generator):
@@ -285,7 +269,7 @@ def test_one_kernel_with_a_program_for_each_token_rotates_and_stores(in_groups):
     generator = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 5, 1, 6, generator=generator).to(DEVICE)
     q, k, v = heads_of(5, generator)
-    model, found = compile_model(Rotated()).model, []
+    model, found = compile_model(Rotated(plainly)).model, []
     for is_fused in (True, False):
         sizes = {"num_layers": 1 if in_groups else 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 2, "head_dim": 6}
         cache = KVCache(**sizes, device=DEVICE)
