@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
-RAGGED = [(0, 1), (15, 1), (16, 1), (299, 1), (0, 2), (0, 64), (0, 65), (40, 20), (200, 100)]  # 1 to 300 tokens
+RAGGED = [(0, 1), (15, 1), (16, 1), (139, 1), (0, 2), (0, 64), (0, 65), (40, 20), (80, 60)]  # 1 to 140 tokens
 FEW = [(15, 1), (139, 1), (0, 65), (80, 40)]
 
 
@@ -115,7 +115,7 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, con
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
     path = tiny_models.save(family, tmp_path, **config)
     prompts = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1]]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     tokens = []
     for backend in ("reference", "triton"):
         llm = LLM(
@@ -127,6 +127,7 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, con
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 def test_a_poisoned_request_stops_no_other(tmp_path):
     check_poison_free_reuse(tiny_models.save("qwen3", tmp_path, **tiny_models.FEW_HEADS), "triton", device=DEVICE)
