@@ -50,13 +50,6 @@ def test_generate_shows_the_text_of_llm_and_the_same_again_for_the_same_seed(llm
     assert other != first
 
 
-def test_the_default_is_256_tokens(monkeypatch):
-    seen = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append((prompt, params.max_tokens)) or iter(()))
-    run("generate", PROMPT)
-    assert seen == [(PROMPT, 256)]
-
-
 @pytest.mark.parametrize("command", [["generate", PROMPT], ["chat"]])
 @pytest.mark.parametrize(
     ("options", "sentence"),

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanoinfer.cli import commands
-from nanoinfer.cli.main import COMMANDS, app
+from nanoinfer.cli.main import app
 
 
 def run(*arguments):
@@ -21,22 +21,6 @@ def test_a_short_h_is_help_and_a_group_without_a_command_is_its_help():
         result = run(*group)
         assert result.output.startswith("Usage: ")
         assert "error" not in result.output
-
-
-def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_width():
-    text = CliRunner().invoke(app, ["generate", "--help-all"], env={"COLUMNS": "160"}).stdout
-    headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Examples", "Arguments", "Options", "Engine", "Sampling"]
-    short = re.findall(r"^([A-Z]\w+(?: \w+)?):$", run("generate", "-h").stdout, re.MULTILINE)
-    assert short == [*headings[:3], "Common options"]
-    sampling = text.partition("Sampling:")[2]
-    assert [word for word in ("--top-k N", "--max-tokens N") if word not in sampling] == []
-    assert "--model TEXT" not in sampling
-    assert "<" not in text
-    assert 100 < max(map(len, text.splitlines())) <= 120
-    usages = [run(command, "-h").stdout.splitlines()[0] for command in ("batch", "chat", "serve", "inspect")]
-    # Older versions of typer write no brackets.
-    assert [usage.split()[-1].strip("[]") for usage in usages] == ["INPUT", "QUESTION", "MODEL", "MODEL"]
 
 
 def every_command(command, *words):
@@ -79,14 +63,6 @@ def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_the_commands_stand_in_groups_and_what_generates_comes_first():
-    text = run("--help").stdout.partition("this message and exit.\n\n")[2]
-    groups = {part.partition(":\n")[0]: re.findall(r"^  (\w\S*)", part, re.MULTILINE) for part in text.split("\n\n")}
-    assert list(groups) == ["Generate", "Examine", "Measure and teach"]
-    assert groups["Generate"][:4] == ["generate", "chat", "serve", "explain"]
-    assert [name for group in groups.values() for name in group] == list(COMMANDS)
 
 
 def test_ollamas_commands_say_what_to_type():
@@ -141,10 +117,3 @@ def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monk
     assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]
     assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools", "owner/tiny"]
     assert commands.complete_models("/tmp") == []  # paths are the shell's
-
-
-def test_a_usage_error_without_a_context_is_one_sentence_too(capsys):
-    with pytest.raises(typer.Exit) as raised, commands.cli_errors():
-        raise commands.UsageError("no such thing.")
-    assert raised.value.exit_code == 2
-    assert capsys.readouterr().err == "error: no such thing\n"

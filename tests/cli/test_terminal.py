@@ -261,14 +261,6 @@ def test_a_load_of_more_than_two_seconds_leaves_at_most_three_lines(start):
     assert screen.count("\n") <= 3
 
 
-def test_tables_of_a_dumb_terminal_wrap_at_words(start):
-    table = "from nanoinfer.cli.options import print_table; print_table(['name', 'about'], [['a', 'many words ' * 9]])"
-    terminal = start(f"{table}; print('end')", columns=50, TERM="dumb")
-    lines = terminal.wait_for("end").splitlines()
-    assert 40 < max(map(len, lines)) <= 50
-    assert {word for line in lines[2:] for word in line.split()} == {"a", "many", "words"}
-
-
 def test_a_closed_pipe_ends_an_answer_without_a_traceback():
     command = [sys.executable, "-m", "nanoinfer", "chat", "Tell me a story about Lily"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -72,10 +72,3 @@ def test_every_call_of_a_list_is_a_block_and_the_first_alone_without_parallel_ca
         blocks = Blocks(ChatParser(parallel_tool_calls=keeps_later))
         changes_of(blocks, list(TWO_CALLS))
         assert summary(blocks) == [*expected, ("content", "", "5")]
-
-
-def test_later_calls_are_left_out_without_parallel_calls():
-    blocks = Blocks(ChatParser(parallel_tool_calls=False))
-    changes_of(blocks, list(TEXT))
-    assert [block.kind for block in blocks.all][:3] == ["reasoning", "content", "call"]
-    assert [block.kind for block in blocks.all].count("call") == 1
