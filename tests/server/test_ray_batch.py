@@ -51,11 +51,7 @@ def loader(marker):
 
 
 def test_actors_that_die_lose_and_double_nothing(cluster, tmp_path):
-    requests = [
-        *some_requests(20),
-        request("once", prompt="once", max_tokens=4),
-        request("poison", prompt="poison", max_tokens=4),
-    ]
+    requests = [*some_requests(20), *(request(name, prompt=name, max_tokens=4) for name in ("once", "poison"))]
     path, whole = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "whole.jsonl"
     run(path, whole)
     result_file, marker = ResultFile(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"

@@ -86,45 +86,35 @@ def test_the_tokens_are_those_of_generate(server, llm):
     assert post(server, COMPLETIONS, body)["choices"][0]["text"] == expected
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "answer"),
-    [
+def test_after_a_think_block_the_format_begins(llm):
+    """The prompt has opened the block. The bundled model does not know how to close it."""
+    tokenizer = llm.get_tokenizer()
+
+    def prepare(answer_format):
+        params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
+        return llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params))
+
+    for answer_format, answer in (
         ({"json": SCHEMA}, '{"name":"Tom","age":7}'),
         ({"choice": ["yes", "no"]}, "no"),
         ({"regex": "a/b+"}, "a/bb"),
         ({"regex": r"a\/b\\/"}, "a/b\\/"),
         ({"regex": "a\\\nb\n[/]"}, "a\nb\n/"),
-    ],
-)
-def test_behind_a_think_block_the_format_begins(answer_format, answer, llm):
-    """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
-    tokenizer = llm.get_tokenizer()
-    params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
-    state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).constraints[0].copy()
-    for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
-        state.advance(token_id)
-        assert state.error is None
-    assert state.is_complete or state._matcher.is_accepting()
-
-
-@pytest.mark.parametrize(
-    ("answer_format", "message"),
-    [
+    ):
+        state = prepare(answer_format).constraints[0].copy()
+        for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
+            state.advance(token_id)
+            assert state.error is None
+        assert state.is_complete or state._matcher.is_accepting()
+    for answer_format, message in (  # an error is about the format
         ({"regex": "a("}, r"unclosed group$"),  # and nothing of the grammar around it
         ({"json": {"type": "nope"}}, r"Invalid type: nope$"),
         ({"json": {"const": "a" * 9000}}, r"^each string of json must have at most 8192 characters, got 9000$"),
-    ],
-)
-def test_behind_a_think_block_an_error_is_about_the_format(answer_format, message, llm):
-    with pytest.raises(InvalidValueError, match=message):
-        llm.engine.inputs.prepare(
-            [5], SamplingParams(structured_outputs=after_thinking(StructuredOutputsParams(**answer_format), OPEN))
-        )
-
-
-def test_a_closed_think_block_changes_nothing():
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            prepare(answer_format)
     params = StructuredOutputsParams(choice=["a"])
-    assert after_thinking(params, "<think>\n\n</think>\n\n") is params
+    assert after_thinking(params, "<think>\n\n</think>\n\n") is params  # a closed block changes nothing
 
 
 def test_a_server_starts_with_a_tokenizer_that_llguidance_cannot_read_and_refuses_formats(tmp_path):
