@@ -263,7 +263,7 @@ def run_calls(rng, llm, todo):
         if llm.engine.num_unfinished:
             llm.engine.step()
         for _, running in live:
-            if rng.random() < 0.002:
+            if rng.random() < 0.0005:
                 llm.abort(running.request_id)
             if running.stream and running.output is None and rng.random() < 0.5:
                 running.read()

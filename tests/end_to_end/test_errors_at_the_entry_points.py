@@ -103,7 +103,7 @@ TYPES = {  # words of the message -> arguments of LLM, values
     "must be an integer.*, got": (("block_size", *NUMBERS), [1.5, "4", True]),
     "must be >= 1, got": (("block_size", *NUMBERS), [0, -1]),
     f"{STRING}.*, got": (("model", "tokenizer", "revision", "dtype", "device", "attention_backend"), [5, ["auto"]]),
-    "must be True or False.*, got": (("enable_prefix_caching", "enforce_eager", "batch_invariant", "enable_lora"), [1, None]),
+    "must be True or False.*, got": (("enable_prefix_caching", "enforce_eager", "batch_invariant", "enable_lora"), [1, "yes"]),
     "must be a number.*, got": (("gpu_memory_utilization",), ["0.9", None, True]),
     r"must be in \(0, 1\], got": (("gpu_memory_utilization",), [0, -0.5, 1.01, math.nan, math.inf]),
 }
