@@ -88,10 +88,7 @@ REACH: dict[str, dict[str, str]] = {
         "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM",
         "slots": "grid[0]",
     },
-    "_copy_kernel": {
-        "pages": "grid[1] * layer_size",
-        **dict.fromkeys(("sources", "targets"), "num_copies"),
-    },
+    "_copy_kernel": {"pages": "grid[1] * layer_size", **dict.fromkeys(("sources", "targets"), "num_copies")},
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM",
