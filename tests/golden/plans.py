@@ -318,15 +318,12 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
     planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
     executor = RecordingExecutor(load, record)
     observer = together(EngineMetrics(), TracingObserver(events, load.block_size))
+    features = [*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)]
+    manager = make_block_manager(executor.info, config, observer, store)
     return LLMEngine(
-        executor,
-        config,
-        eos_token_ids=frozenset([EOS]),
-        planner=planner,
-        block_manager=make_block_manager(executor.info, config, observer, store),
-        observer=observer,
-        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)],
-    )
+        executor, config, eos_token_ids=frozenset([EOS]), planner=planner, block_manager=manager, observer=observer,
+        features=features,
+    )  # fmt: skip
 
 
 def submit(engine: LLMEngine, arrival):
