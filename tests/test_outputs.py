@@ -8,6 +8,7 @@ from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, 
 def test_times_to_and_per_token_by_hand():
     metrics = RequestMetrics(arrival_time=10.0, first_token_time=12.0, finished_time=18.0, num_output_tokens=4)
     assert (metrics.ttft, metrics.tpot) == (2.0, 2.0)  # three tokens in six seconds
+    assert RequestMetrics(0.0, first_token_time=1.0, finished_time=1.0, num_output_tokens=1).tpot is None
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,6 @@ def test_times_to_and_per_token_by_hand():
 def test_what_has_not_happened_has_no_time(given, times):
     metrics = RequestMetrics(arrival_time=0.0, num_output_tokens=5, **given)
     assert (metrics.ttft, metrics.tpot) == times
-
-
-def test_one_token_has_no_time_per_token():
-    assert RequestMetrics(0.0, first_token_time=1.0, finished_time=1.0, num_output_tokens=1).tpot is None
 
 
 def test_the_sum_is_of_the_tokens_that_were_chosen():

@@ -13,7 +13,6 @@ from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.errors import NanoinferError
 from nanoinfer.features.tracing import RequestFinished, StepScheduled, StepTimed
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -273,26 +272,6 @@ class Meddler(Recorder):
         if isinstance(event, self.when):
             self.when = ()  # once
             self.what()
-
-
-@of_one_model
-def test_an_abort_during_a_step_takes_effect_when_the_step_is_over(model):
-    tracer = Meddler(StepScheduled, lambda: engine.abort(first.request_id))
-    engine = engine_for(model, tracer=tracer)
-    first, second = (engine.add_request([1, 2, 3], greedy(5)) for _ in range(2))
-    answers = run(engine, [first, second])
-    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
-    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3], 1)
-    assert answers[1].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-@of_one_model
-def test_a_step_inside_a_step_is_refused(model):
-    engine = engine_for(model, tracer=Meddler(StepScheduled, lambda: engine.step()))
-    request = engine.add_request([1, 2, 3], greedy(5))
-    with pytest.raises(NanoinferError, match="a tracer may not step it"):
-        engine.step()
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
 
 
 @of_one_model

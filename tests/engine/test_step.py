@@ -35,16 +35,6 @@ def finish(engine, *requests):
     return [request.output.outputs[0] for request in requests]
 
 
-def test_a_step_launches_collects_and_appends():
-    engine = engine_for(FakeExecutor())
-    request = engine.add_request([5, 6, 7], params(max_tokens=2))
-    assert engine.step() == []
-    assert request.sequences[0].token_ids == [5, 6, 7, 8]
-    assert engine.step() == [request]
-    assert request.output.outputs[0].token_ids == [8, 9]
-    assert [[item.num_new_tokens for item in plan.scheduled] for plan in engine.executor.launched] == [[3], [1]]
-
-
 def test_with_async_scheduling_a_step_is_launched_before_the_one_before_is_collected():
     engine = engine_for(FakeExecutor(), is_async=True)
     request = engine.add_request([1], params())

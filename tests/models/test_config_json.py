@@ -239,7 +239,8 @@ def test_every_field_that_transformers_reads_is_decided_about(architecture):
     assert fields_of(model_class(architecture)) - VALUES.keys() - NO_EFFECT.keys() - CHOOSE_THE_CLASS == set()
 
 
-def test_no_decision_is_about_a_field_that_transformers_does_not_read():
+def test_no_decision_is_about_a_field_that_transformers_does_not_read_and_each_architecture_has_a_base():
+    assert BASES.keys() == registry.MODELS.keys()
     known = set().union(*(fields_of(model_class(architecture)) for architecture in registry.MODELS))
     assert (VALUES.keys() | NO_EFFECT.keys()) - known == set()
     assert VALUES.keys() & NO_EFFECT.keys() == set()
@@ -343,8 +344,8 @@ def outcomes(base: Base, variants: list[dict[str, object]]) -> Counter[str]:
 @pytest.mark.parametrize("architecture", BASES)
 def test_variants_of_config_json_give_transformers_logits_or_are_refused_by_name(architecture, tmp_path):
     base = Base(architecture, tmp_path)
-    found = outcomes(base, random.Random(architecture).sample(variants_of(base), 16))
-    assert found["equal"] >= 3
+    found = outcomes(base, random.Random(architecture).sample(variants_of(base), 10))
+    assert found["equal"] >= 2
 
 
 @pytest.mark.long
@@ -354,10 +355,6 @@ def test_a_hundred_variants_of_config_json_give_transformers_logits_or_are_refus
     found = outcomes(base, variants_of(base))
     assert found["equal"] + found["refused"] >= 100
     assert found["equal"] >= 60
-
-
-def test_there_is_a_base_for_each_architecture():
-    assert BASES.keys() == registry.MODELS.keys()
 
 
 @pytest.mark.parametrize(
@@ -393,8 +390,7 @@ def stretched(architecture: str, window: int, length: int) -> dict[str, object]:
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_a_window_holds_up_to_the_length_that_yarn_stretches(architecture, tmp_path):
     base = Base(architecture, tmp_path)
-    windows = [1, 63, 64, 65, 100, 255, 256, 257]
-    variants = [stretched(architecture, window, length) for window in windows for length in (64, 256)]
+    variants = [stretched(architecture, *sizes) for sizes in ((1, 64), (64, 256), (65, 64), (255, 256), (256, 64))]
     with torch.inference_mode():
         assert [base.outcome(changes, num_tokens=256) for changes in variants] == ["equal"] * len(variants)
     for window, is_kept in ((64, True), (255, True), (256, False)):

@@ -108,8 +108,8 @@ GREEDY = [family for family in tiny_models.FAMILIES if family not in LIKE_QWEN +
 @pytest.mark.parametrize("family", [*GREEDY, "llama_tied_llama3", "qwen3_moe"])
 def test_greedy_tokens_equal_transformers_over_a_ragged_batch(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
-    num_tokens = 16 if family in LIKE_QWEN else 64
-    prompts = [PROMPT[:length].tolist() for length in (1, 2, 7, 33, 150)]
+    num_tokens = 16
+    prompts = [PROMPT[:length].tolist() for length in (1, 7, 150)]
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     expected = []
     for prompt in prompts:
