@@ -94,10 +94,9 @@ def test_where_an_answer_is_cut_it_is_noted(session, capsys, caplog):
     session.handle(LILY)
     assert session.output.outputs[0].finish_reason == "stop"
     assert "cut" not in capsys.readouterr().err
-    session.handle("/set max_tokens 12")
-    for _ in range(9):
-        session.handle(LILY)
-        assert session.output.metrics.num_output_tokens > 0
+    for command in ("/set stop none", "/set max_tokens 12", *[LILY] * 9):
+        session.handle(command)
+    assert session.output.metrics.num_output_tokens == 12
     assert session.num_dropped > 6
     assert capsys.readouterr().err.count("the context is full: from now on") == 1
 
