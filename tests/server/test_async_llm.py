@@ -231,7 +231,6 @@ async def test_a_panic_of_a_library_fails_the_request_and_not_the_thread(async_l
         raise Panic("a Rust library panicked")
 
     bad = await final(async_llm, PROMPTS[0], params(logits_processors=[panic]))
-    bad = await final(async_llm, PROMPTS[0], params(logits_processors=[panic]))
     good = await final(async_llm, PROMPTS[0], params())
     assert (bad.outputs[0].finish_reason, bad.outputs[0].error) == ("error", "Panic: a Rust library panicked")
     assert good.outputs[0].finish_reason == "length"
