@@ -94,11 +94,15 @@ def test_where_an_answer_is_cut_it_is_noted(session, capsys, caplog):
     session.handle(LILY)
     assert session.output.outputs[0].finish_reason == "stop"
     assert "cut" not in capsys.readouterr().err
-    session.handle("/set max_tokens 12")
+
+
+def test_a_full_context_is_noted_once_and_the_answers_go_on(session, capsys):
+    session.handle("/system You tell stories.")
     for _ in range(9):
         session.handle(LILY)
-        assert session.output.metrics.num_output_tokens > 0
-    assert session.num_dropped > 6
+        assert session.output.metrics.num_output_tokens == 12
+        assert "You tell stories." in session.output.prompt
+    assert (len(said(session)), session.num_dropped > 6) == (18, True)
     assert capsys.readouterr().err.count("the context is full: from now on") == 1
 
 

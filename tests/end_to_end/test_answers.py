@@ -5,7 +5,6 @@ the user's own. Each against transformers on the same weights, against a few lin
 import functools
 import math
 import random
-import signal
 
 import pytest
 import torch
@@ -222,30 +221,6 @@ def test_an_abort_at_any_step_frees_all_answers_and_harms_no_other(qwen3_path, a
             llm.engine.step()
         assert [answer.token_ids for answer in kept.output.outputs] == expected
         assert_nothing_is_left(llm)
-
-
-@pytest.mark.parametrize("at_step", [1, 5])
-def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeypatch, at_step):
-    prompts, params = [[1, 2, 3], [4, 5, 6, 7, 8]], asked(n=3)
-    expected = [output.outputs for output in generate(ids_llm, prompts, params)]
-    forward, num_steps = ids_llm.engine.executor.runner.forward, 0
-
-    def interrupted(batch):
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == at_step:
-            signal.raise_signal(signal.SIGINT)
-        return forward(batch)
-
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-    with monkeypatch.context() as patch:
-        patch.setattr(ids_llm.engine.executor.runner, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            generate(ids_llm, prompts, params)
-    signal.signal(signal.SIGINT, previous)
-    assert num_steps == at_step
-    assert_nothing_is_left(ids_llm)
-    assert [output.outputs for output in generate(ids_llm, prompts, params)] == expected
 
 
 @pytest.mark.parametrize("part", ["the tracer", "the forward pass", "the sampler"])
@@ -616,17 +591,6 @@ def test_a_processor_that_raises_passes_its_error_on_and_the_llm_is_usable_after
     assert first + rest == token_ids(ids_llm, [7, 8], asked())  # a stream that was under way took no harm
     assert_nothing_is_left(ids_llm)
     assert [output.outputs for output in generate(ids_llm, prompts, params)] == expected
-
-
-@pytest.mark.parametrize("num_calls", [1, 5])
-def test_a_stage_that_raises_passes_its_error_on_and_the_llm_is_usable_afterwards(qwen3_path, ids_llm, num_calls):
-    prompts, params = [[1, 2, 3], [4, 5]], asked(n=3)
-    llm = load(qwen3_path, stages=[*STAGES, raising_at(num_calls, LookupError("my own fault"))])
-    with pytest.raises(LookupError, match="my own fault"):
-        generate(llm, prompts, params)
-    assert_nothing_is_left(llm)
-    expected = [output.outputs for output in generate(ids_llm, prompts, params)]
-    assert [output.outputs for output in generate(llm, prompts, params)] == expected
 
 
 @pytest.mark.parametrize("wrong", [lambda logits: logits[..., :-1], lambda logits: logits.tolist()], ids=["too few", "a list"])

@@ -1,6 +1,5 @@
 """Answers with a format over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -8,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from nanoinfer import AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoinfer import SamplingParams, StructuredOutputsParams
 from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.chat.tools import after_thinking
 from nanoinfer.features.structured import grammar
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.server.app import create_app
-from nanoinfer.server.batch import BatchRequest
-from nanoinfer.server.batch import answer as answer_of_batch
-from nanoinfer.server.settings import ServerSettings
 from tests.helpers.doors import Chat, Messages, Responses, events_of, post
 from tests.helpers.http_server import serving
 
@@ -214,22 +209,6 @@ def test_a_grammar_that_reaches_a_limit_while_answering_is_the_clients_error(ser
     for again in (body, streamed):
         response = server.post(path, again)
         assert (response.status_code, "it has just reached a limit" in response.json()["error"]["message"]) == (400, True)
-
-
-def test_a_batch_has_the_clients_error_too(monkeypatch):
-    async def run():
-        async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24)
-        try:
-            app = create_app(async_llm, ServerSettings(served_model_name=("tiny-qwen3",)))
-            request = BatchRequest(custom_id="one", method="POST", url=CHAT, body=limited(450)[CHAT][0])
-            return await answer_of_batch(app, request, 0)
-        finally:
-            await async_llm.shutdown()
-
-    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
-    result = asyncio.run(run())
-    assert result["response"]["status_code"] == 400
-    assert TOO_MANY_STATES in result["error"]["message"]
 
 
 def test_a_lack_of_lexer_states_is_429_and_a_row_without_tokens_stays_500(server, monkeypatch):
