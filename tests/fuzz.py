@@ -2,13 +2,11 @@
 
     python -m tests.fuzz --requests 2000
     python -m tests.fuzz --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
-    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window
-    python -m tests.fuzz --requests 2000 --part hits --family qwen3 --adapters 8
+    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window --adapters 8
     python -m tests.fuzz --requests 60 --part fast --dtype bfloat16
 
-bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
-        The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
-        Neither prefix hits nor preemptions occur, since those may change bits. With --speculative, there are drafts.
+bits    Requests together and then each alone, on a random model of the width of a small real one: tokens and log-probabilities
+        have the same bits where the engine says so. There are neither prefix hits nor preemptions, which may change bits.
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
         With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
@@ -16,7 +14,7 @@ fast    Greedy and top_k requests with the screened head and with the drafts of 
         and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
         On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
 api     Requests, streams, beam searches and aborts in text, on engines with random settings, most with too few blocks: every
-        output must keep the rules, and no block may be lost. With batch_invariant, the bits are those of each alone.
+        output keeps the rules, and no block is lost. With batch_invariant, the bits are those of each alone.
 """
 
 import argparse
