@@ -1,6 +1,5 @@
 """structured_outputs: masks by brute force, real schemas, every combination of engine features, and grammars that do harm."""
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -45,7 +44,7 @@ def compiler():
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM("tiny-qwen3", kv_cache_memory=2**26)
+    return LLM("tiny-qwen3", kv_cache_memory=2**25)
 
 
 def random_model(path, **overrides):
@@ -90,6 +89,7 @@ def kept_ids(seq):
 # ---- masks
 
 WORDS = ["a", "at", "ath", "the", "then", "😀", "你", "a€", "\n\t", 'a"\\']
+SPECIAL = ["<|im_start|>", "<|im_end|> say"]
 BOOLS, ENDS = ["true", "false", 'true,"b":"th"', 'false,"b":"th"'], ["b", "ath"]
 
 
@@ -106,6 +106,8 @@ FINITE = {  # a format, and every text that it allows
         [p + end for p in repeated(["at"], 0, 4) for end in ENDS],
     ),
     "object": ({"json": BOOL_AND_WORD}, ["{}", '{"b":"th"}', *(f'{{"a":{a}}}' for a in BOOLS)]),
+    "looks special": ({"choice": SPECIAL}, SPECIAL),
+    "looks special in json": ({"json": enum(*SPECIAL, 3)}, [f'"{SPECIAL[0]}"', f'"{SPECIAL[1]}"', "3"]),
     "array": ({"json": array(enum(1, "t"), maxItems=2)}, [f"[{p[1:]}]" for p in repeated([",1", ',"t"'], 0, 2)]),
 }
 
@@ -185,24 +187,6 @@ def test_an_added_token_of_any_letters_has_its_own_text_in_a_grammar():
     assert backend.token_to_id("café") in np.flatnonzero(mask_of(state, backend.get_vocab_size()) == 0)
 
 
-SPECIAL_TEXTS = [  # a format, and the texts that it allows
-    ({"choice": ["<|im_start|>"]}, ["<|im_start|>"]),
-    ({"choice": ["<|im_start|>", "<|im_end|>"]}, ["<|im_start|>", "<|im_end|>"]),
-    ({"regex": r"<\|endoftext\|>{2}"}, ["<|endoftext|>>"]),
-    ({"json": {"const": "say <|im_start|> now"}}, ['"say <|im_start|> now"']),
-    ({"json": {"const": {"m": "<|im_end|>"}}}, ['{"m":"<|im_end|>"}']),
-    ({"json": {"enum": ["<|im_end|>", "<|im_start|>", 3]}}, ['"<|im_end|>"', '"<|im_start|>"', "3"]),
-]
-
-
-def test_a_text_may_look_like_a_special_token(llm):
-    given = [params(seed, **answer_format) for answer_format, _ in SPECIAL_TEXTS for seed in range(3)]
-    outputs = llm.generate(["Hello"] * len(given), given, use_tqdm=False)
-    for i, output in enumerate(outputs):
-        assert output.outputs[0].finish_reason == "stop"
-        assert output.outputs[0].text in SPECIAL_TEXTS[i // 3][1]
-
-
 @pytest.mark.parametrize(("answer_format", "words"), FINITE.values(), ids=FINITE)
 def test_a_mask_has_exactly_the_tokens_with_which_a_word_of_the_language_can_go_on(compiler, answer_format, words):
     language = [word.encode() for word in words]
@@ -231,17 +215,15 @@ def test_a_mask_has_exactly_the_tokens_with_which_a_word_of_the_language_can_go_
 
 
 def test_only_rows_with_a_grammar_are_masked_and_stop_ids_wait_for_the_end(compiler):
-    state = compiler.compile(StructuredOutputsParams(regex="a+"))
-    free, bound = sequence_with(None), sequence_with(state, stop_token_ids=[IM_END])
-    logits = torch.randn(3, VOCAB_SIZE)
-    batch = batch_of(free, bound, free)
+    free, bound = sequence_with(None), sequence_with(compiler.compile(StructuredOutputsParams(regex="a+")), stop_token_ids=[7])
+    logits, batch = torch.randn(3, VOCAB_SIZE), batch_of(free, bound, free)
     assert batch.masks_logits
     masked = keep_grammatical(logits.clone(), batch)
     assert torch.equal(masked[[0, 2]], logits[[0, 2]])
     assert masked[1].isfinite().nonzero()[:, 0].tolist() == [ord("a")]
     assert masked[1, ord("a")] == logits[1, ord("a")]
     bound.constraints[0].advance(ord("a"))
-    assert kept_ids(bound) == {ord("a"), EOS, IM_END}
+    assert kept_ids(bound) == {ord("a"), EOS, 7}
 
 
 def test_every_route_of_the_sampler_draws_the_same_tokens(compiler):
@@ -291,30 +273,21 @@ def test_json_is_compact_unless_white_space_is_allowed(noise):
         assert any(re.search(r"\s", text) for text in texts) != is_compact
 
 
-@pytest.fixture(scope="module")
-def compiled(noise):
-    """The schemas that compile: at least 95 percent."""
-    found = []
-    for schema in SCHEMAS[:100]:
-        with contextlib.suppress(InvalidValueError):
-            noise.engine.inputs.prepare("x", params(json=schema))
-            found.append(schema)
-    assert len(found) >= 95
-    return found
-
-
-@pytest.mark.parametrize(("which", "step"), [("llm", 4), ("noise", 2)])
-def test_every_finished_answer_validates(which, step, compiled, request):
+@pytest.mark.parametrize(("which", "step"), [("llm", 3), ("noise", 1)])
+def test_every_finished_answer_validates(which, step, request):
     """Brackets and quotes are made likely, so that noise comes to an end."""
-    model, chosen = request.getfixturevalue(which), compiled[::step]
+    model, chosen = request.getfixturevalue(which), SCHEMAS[::step]
     bias = {model.get_tokenizer().encode(letter)[0]: 7.0 for letter in '"}]'}
     given = [params(seed, 100, json=schema, more={"logit_bias": bias}) for seed, schema in enumerate(chosen)]
     answers = [output.outputs[0] for output in model.generate(["Once"] * len(given), given, use_tqdm=False)]
     assert all(answer.finish_reason in ("stop", "length") for answer in answers)
     finished = [(schema, answer) for schema, answer in zip(chosen, answers, strict=True) if answer.finish_reason == "stop"]
     assert len(finished) > 0.3 * len(chosen)
+    checker = jsonschema.FormatChecker(
+        ["email", "ipv4", "ipv6", "uuid"]
+    )  # a date may be February 31: a grammar has no calendar
     for schema, answer in finished:
-        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(answer.text))
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(answer.text))
 
 
 # ---- the engine's features
