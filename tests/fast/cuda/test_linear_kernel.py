@@ -1,4 +1,4 @@
-"""The kernel for few rows gives torch's linear layers, with and without what is computed after them."""
+"""The kernel for few rows gives torch's linear layers, and a row the same bits in any batch. test_layouts.py has gates."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS, few_rows_linear, support
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def tensors(num_rows, num_in, num_out, dtype, gated=False):
+def tensors(num_rows, num_in, num_out, dtype):
     generator = torch.Generator().manual_seed(num_rows * num_in + num_out)
-    sizes = (num_rows, num_in), (num_out * (1 + gated), num_in), (num_out * (1 + gated),), (num_rows, num_out)
+    sizes = (num_rows, num_in), (num_out, num_in), (num_out,), (num_rows, num_out)
     x, weight, bias, residual = (torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes)
     return x, weight * num_in**-0.5, bias, residual
 
@@ -36,20 +36,6 @@ def test_rows_equal_torchs_in_float64(num_rows, num_in, num_out, dtype):
     out = few_rows_linear(x, weight, None, residual=residual, in_place=True)
     assert out is residual
     assert torch.equal(out, got)
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_gated_layer_is_the_gate_times_the_other_half(has_bias):
-    x, weight, bias, _ = tensors(2, 96, 24, torch.float16, gated=True)
-    gate, up = F.linear(x.double(), weight.double(), bias.double() if has_bias else None).chunk(2, dim=-1)
-    got = few_rows_linear(x, weight, bias if has_bias else None, gated=True)
-    torch.testing.assert_close(got.double(), F.silu(gate) * up, atol=2e-3, rtol=2e-3)
-
-
-def test_rows_that_are_part_of_wider_ones_are_read_at_their_stride():
-    x, weight, _, _ = tensors(4, 64, 20, torch.float16)
-    wide = torch.cat((x, x + 1), dim=1)
-    assert torch.equal(few_rows_linear(wide[:, :64], weight, None), few_rows_linear(x, weight, None))
 
 
 def test_a_row_has_the_same_bits_in_any_number_of_rows():
