@@ -10,7 +10,6 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
-    check_flag,
     check_integer,
     check_number,
     first_line,
@@ -55,40 +54,19 @@ def test_a_number_is_finite_and_in_its_range(value, message):
             check_number("p", value, 0, 1.5, "in 0 .. 1.5")
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1, None),
-        (numpy.int64(7), None),
-        (2**63 - 1, None),
+def test_an_integer_without_an_upper_bound_is_below_two_to_the_63_and_none_only_where_it_may_be():
+    for value in (1, numpy.int64(7), 2**63 - 1):
+        check_integer("n", value, 1, None, ">= 1")
+    for value, message in (
         (2**63, r"n must be below 2\*\*63"),
         (0, "n must be >= 1, got 0"),
         (1.0, "n must be an integer, got 1.0"),
-        (True, "n must be an integer, got True"),
-        (None, "n must be an integer, got None"),
-    ],
-    ids=repr,
-)
-def test_an_integer_without_an_upper_bound_is_below_two_to_the_63(value, message):
-    if message is None:
-        check_integer("n", value, 1, None, ">= 1")
-    else:
+    ):
         with pytest.raises(NanoinferError, match=message):
             check_integer("n", value, 1, None, ">= 1")
-
-
-def test_none_is_an_integer_only_where_it_may_be():
     check_integer("n", None, 1, 5, "in 1 .. 5", or_none=True)
     with pytest.raises(InvalidTypeError, match="n must be an integer or None, got 'a'"):
         check_integer("n", "a", 1, 5, "in 1 .. 5", or_none=True)
-    with pytest.raises(InvalidValueError, match=r"n must be in 1 \.\. 5, got 6"):
-        check_integer("n", 6, 1, 5, "in 1 .. 5", or_none=True)
-
-
-def test_a_flag_is_no_number():
-    check_flag("f", False)
-    with pytest.raises(InvalidTypeError, match="f must be True or False, got 1"):
-        check_flag("f", 1)
 
 
 def test_a_hint_follows_what_was_given():

@@ -160,7 +160,7 @@ class OwnBlocks(BlockMachine):
 
 
 def test_random_sequences_keep_every_token_and_lose_no_block():
-    check_block_manager(BlockManager, OwnBlocks, max_examples=150)
+    check_block_manager(BlockManager, OwnBlocks, max_examples=75)
 
 
 def test_a_sequence_has_its_next_slot_if_allocating_would_change_nothing():

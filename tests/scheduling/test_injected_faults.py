@@ -134,7 +134,7 @@ def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tree")
     copy_package(folder)
     shutil.copytree(ROOT / "tests/helpers", folder / "tests/helpers", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (*FILES, "docs/vllm.md", "pyproject.toml"):  # a test reads that page
+    for name in (*FILES, "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     return folder
