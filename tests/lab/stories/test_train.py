@@ -72,16 +72,6 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tiny.state_dict().items())
 
 
-def test_the_loss_of_padded_rows_is_the_sum_of_each_row_alone(tiny):
-    tiny.eval()
-    rows = [[0, 5, 6], [0, 7], [0, 5, 6, 8, 9]]
-    alone = 0.0
-    for row in rows:
-        log_probs = tiny(torch.tensor([row])).logits[0].log_softmax(-1)
-        alone -= sum(log_probs[i, token].item() for i, token in enumerate(row[1:]))
-    assert measure.total_loss(tiny, rows) == pytest.approx(alone, rel=1e-5)
-
-
 def test_both_models_are_made_and_a_finished_one_is_left_alone(tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "train_tokenizer", {train.SEED: tokenizer}.__getitem__)  # 8 s of CPU at each call
     monkeypatch.setattr(measure, "NUM_STORIES", 2)
