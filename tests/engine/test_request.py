@@ -317,15 +317,6 @@ def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
     assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
 
 
-def test_a_request_ended_before_its_first_token_has_an_empty_output():
-    one = request()
-    one.finish(Stop("error", error="the prompt is too long"))
-    completion = one.output.outputs[0]
-    assert (completion.text, completion.token_ids, completion.error) == ("", [], "the prompt is too long")
-    assert (one.output.metrics.ttft, one.output.metrics.tpot) == (None, None)
-    assert one.output.metrics.finished_time is not None
-
-
 def test_the_output_tells_its_prompt_and_counts():
     one = request(room=1)
     one.metrics.num_preemptions, one.metrics.num_cached_tokens = 2, 16

@@ -97,20 +97,6 @@ def test_a_match_must_complete_in_a_piece_that_is_examined(stops, pieces, num_un
     assert (found, text.text, "".join(releases)) == (matched, expected, expected)
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "releases"),
-    [
-        ([], ["ab", "c"], ["ab", "c"]),
-        (["END"], ["the E", "N", "T"], ["the ", "", "ENT"]),
-        (["END"], ["E", "E", "EN"], ["", "E", "E"]),
-        (["END"], ["abc", "def"], ["abc", "def"]),  # only what begins a stop string is held
-        (["xyz", "b"], ["aax", "y", "q"], ["aa", "", "xyq"]),
-    ],
-)
-def test_text_that_may_become_a_stop_string_waits_and_no_other_does(stops, pieces, releases):
-    assert stream(stops, pieces)[1][:-1] == releases
-
-
 def read_character_by_character(stops, pieces, include, num_unexamined):
     """The oracle: after each character, does the whole text end with a stop string?"""
     text = ""

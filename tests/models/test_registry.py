@@ -85,11 +85,7 @@ def test_a_model_without_its_head_is_of_the_family_with_one(name):
         ({}, CheckpointError, 'names no architecture; add "architectures": .one of GPT2LMHeadModel, '),
         ({"architectures": "GPT2LMHeadModel"}, CheckpointError, "names no architecture"),
         ({"architectures": []}, CheckpointError, "names no architecture"),
-        (
-            {"architectures": ["Bert"]},
-            UnsupportedError,
-            r"\['Bert'\] are not supported; GPT2.* are. register_model",
-        ),
+        ({"architectures": ["Bert"]}, UnsupportedError, r"\['Bert'\] are not supported; GPT2.* are. register_model"),
         ({"architectures": ["Llava"], "text_config": {}}, UnsupportedError, "also read images or sound"),
     ],
     ids=str,

@@ -41,29 +41,12 @@ def known(state):
 # ---- worked examples
 
 
-def test_token_counts_hold_each_id_once_in_order_of_appearance_and_count_the_output_alone():
-    seq = sequence([7, 5, 7], [5, 2, 2], presence_penalty=1)
-    state = SamplingState.of(seq)
-    assert list(state.token_counts.ids) == [7, 5, 2]
-    assert list(state.token_counts.output_counts) == [0, 1, 2]
-
-
-def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
-    state = SamplingState.of(sequence([1], allowed_token_ids=[9, 4, 9], logit_bias={8: 0.5, 3: -2}))
-    assert list(state.allowed_ids) == [4, 9]
-    assert list(zip(state.bias_ids, state.bias_values, strict=True)) == [(8, 0.5), (3, -2)]
-
-
 def test_a_field_that_the_parameters_do_not_use_is_none():
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert known(SamplingState.of(sequence([1, 2], [2], **{name: 1.1}))) == {1: 0, 2: 1}
     for params in ({"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
         state = SamplingState.of(sequence([1, 2], **params))
-        fields = {
-            "frequency_penalty": state.token_counts,
-            "allowed_token_ids": state.allowed_ids,
-            "logit_bias": state.bias_ids,
-        }
+        fields = {"frequency_penalty": state.token_counts, "allowed_token_ids": state.allowed_ids, "logit_bias": state.bias_ids}
         assert [name for name, value in fields.items() if value is not None] == list(params)
 
 
@@ -165,31 +148,11 @@ def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
     assert batch.repeated_ngrams.ids.tolist() == [1, 2]
 
 
-def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
-    params = {"presence_penalty": 1, "no_repeat_ngram_size": 2, "logit_bias": {1: 2}, "allowed_token_ids": [1, 2]}
-    grown = [sequence([1, 2], **params), sequence([3]), sequence([4, 4], **params)]
-    for step in range(20):
-        fresh = [
-            sequence(seq.prompt_token_ids, seq.output_token_ids, **(params if i != 1 else {})) for i, seq in enumerate(grown)
-        ]
-        one, other = (SamplingBatch.build(rows, 10, torch.device("cpu")) for rows in (grown, fresh))
-        for name in ("token_counts", "repeated_ngrams", "logit_bias", "allowed"):
-            ours, theirs = getattr(one, name), getattr(other, name)
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                assert set(ours.rows.tolist()) <= {0, 2}
-                assert sorted(zip(ours.rows.tolist(), ours.ids.tolist(), strict=True)) == sorted(
-                    zip(theirs.rows.tolist(), theirs.ids.tolist(), strict=True)
-                )
-        assert torch.equal(one.token_counts.values, other.token_counts.values)
-        for i, seq in enumerate(grown):
-            grow(seq, (step * (i + 2)) % 7)
-    assert one.repeated_ngrams is not None
-
-
 def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
     """Equal to a batch built from nothing, in every field, whether rows stay, leave, swap or are added."""
-    a, b, c = (sequence([1, 2], **p) for p in ({"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1}))
+    lists = {"no_repeat_ngram_size": 2, "logit_bias": {1: 2}, "allowed_token_ids": [2, 1, 2]}
+    given = {"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1} | lists
+    a, b, c = (sequence([1, 2], **params) for params in given)
     greedy = sequence([1], temperature=0)
     last, device = None, torch.device("cpu")
     for rows in ([a, b], [a, b], [b, a], [b], [b, c], [b, c], [greedy], [greedy], [c]):

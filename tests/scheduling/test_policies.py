@@ -9,7 +9,7 @@ from examples.shortest_job_first import ShortestJobFirst
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import InvalidTypeError, NanoinferError
+from nanoinfer.errors import InvalidTypeError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PreemptingScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -165,15 +165,6 @@ def test_with_the_policy_deadline_the_earliest_runs_first_and_none_is_last():
     times = (None, 3000.0, 1000.0, None, 2000.0)
     requests = [one.add_request([5], SamplingParams(max_tokens=2, detokenize=False, timeout=time)) for time in times]
     assert order_of(one, requests) == [2, 4, 1, 0, 3]
-
-
-@pytest.mark.parametrize("priority", [[1], [1, 2, 3], "ab", [1, "a"]])
-def test_priorities_are_one_integer_per_prompt(priority):
-    one = engine({"scheduling_policy": "priority"})
-    with pytest.raises(
-        NanoinferError, match=r"priority must be (one, or one per prompt: got|an integer or None, got '(ab|a)')"
-    ):
-        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority=priority)
 
 
 def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():
