@@ -107,17 +107,10 @@ def replaced(**values):
     ("made", "message"),
     [
         (
-            lambda config: config.vocab_size,
-            "Own.Config.from_hf fails on .*config.json .AttributeError: 'dict' object has no attr",
-        ),
-        (
             lambda config: config["n_embd"],
-            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the file",
+            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the",
         ),
-        (
-            lambda config: None,
-            "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers, num_key",
-        ),
+        (lambda config: None, "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers"),
         (replaced(head_dim=-8), "head_dim of Own.Config, read from .*, must be a number >= 1 .*, got -8; correct its from_hf"),
         (replaced(num_key_value_heads=3), "num_attention_heads of Own.Config, read from .*, must be a multiple of"),
         (replaced(num_hidden_layers=999), "num_hidden_layers of Own.Config, read from .*, is 999, but the weights are"),
