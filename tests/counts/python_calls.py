@@ -38,11 +38,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import nanoinfer
+from tests.helpers import recorded_counts
 
 RECORD = Path(__file__).with_name("python_calls.json")
 RENEW = "python -m tests.counts.python_calls --write"
 ABOUT = f"Numbers of Python calls, by environment. tests/counts/python_calls.py says what is counted. To renew: {RENEW}"
-MAX_GROWTH, MAX_SHRINKAGE = 0.03, 0.10
 NUM_REPEATS = 3
 HTTP_LIBRARIES = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools")
 PACKAGE = str(Path(nanoinfer.__file__).parent) + os.sep
@@ -98,15 +98,10 @@ def settings():
     return {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False, "kv_cache_memory": 2**25, "seed": 0}
 
 
-def count_llm(llm, name):
-    """Run a workload. Returns: Calls of a decode step and of LLM.generate with all prompts, by "step" and "requests"."""
-    from nanoinfer_lab.bench.workloads import WORKLOADS
-
-    workload = WORKLOADS[name]
-    prompts, params = workload.prompts(llm.engine.executor.info.vocab_size, run=0), workload.params()
-    llm.generate(prompts, params, use_tqdm=False)
-    requests, steps, step = Calls(), [], llm.engine.step
-    requests.of(llm.generate)(prompts, params, use_tqdm=False)
+def count_step(llm, name):
+    """Run a workload. Returns: Calls of a decode step."""
+    prompts, params = workload(llm, name)
+    steps, step = [], llm.engine.step
 
     def counted_step():
         calls = Calls()
@@ -117,7 +112,23 @@ def count_llm(llm, name):
     llm.engine.step = counted_step
     llm.generate(prompts, params, use_tqdm=False)
     llm.engine.step = step
-    return {"step": median(steps[2:-2]), "requests": requests}  # without the steps of prompts and of last tokens
+    return median(steps[2:-2])  # without the steps of prompts and of last tokens
+
+
+def count_requests(llm, name):
+    """Run a workload twice. Returns: Calls of LLM.generate with all prompts."""
+    prompts, params = workload(llm, name)
+    llm.generate(prompts, params, use_tqdm=False)
+    requests = Calls()
+    requests.of(llm.generate)(prompts, params, use_tqdm=False)
+    return requests
+
+
+def workload(llm, name):
+    """The prompts and the parameters of a workload."""
+    from nanoinfer_lab.bench.workloads import WORKLOADS
+
+    return WORKLOADS[name].prompts(llm.engine.executor.info.vocab_size, run=0), WORKLOADS[name].params()
 
 
 class CountedServer:
@@ -227,7 +238,9 @@ def count_all(with_server=True):
     gc.disable()  # a collection calls what waits for objects to end
     own, with_libraries = environments()
     llm = LLM("tiny-qwen3", **settings())
-    counts = {f"LLM {name} {what}": calls for name in ("A", "B16") for what, calls in count_llm(llm, name).items()}
+    counts = {}
+    for name in ("A", "B16"):
+        counts |= {f"LLM {name} requests": count_requests(llm, name), f"LLM {name} step": count_step(llm, name)}
     if not with_server:
         return {own: counts}
     server = count_server()
@@ -249,16 +262,11 @@ def complaints(counted, record):
     """
     changed, unknown = [], []
     for where, counts in counted.items():
-        if where not in record:
+        if where in record:
+            recorded = {name: num for name, num in record[where].items() if name in counts}
+            changed += recorded_counts.complaints(recorded, counts, RENEW)
+        else:
             unknown.append(f"there is no record for {where}; to add one: {RENEW}")
-            continue
-        for name, num in counts.items():
-            before = record[where].get(name, 0)
-            text = f"{name}: {num:,} calls, and the record has {before:,}"
-            if num > before * (1 + MAX_GROWTH):
-                changed.append(f"{text}, more than {MAX_GROWTH:.0%} more; if the cost is intended, renew it: {RENEW}")
-            elif num < before * (1 - MAX_SHRINKAGE):
-                changed.append(f"{text}, more than {MAX_SHRINKAGE:.0%} fewer; renew it, so that the gain is kept: {RENEW}")
     return changed, unknown
 
 

@@ -88,15 +88,12 @@ def all_commands():
         yield from [f"{name} {each}" for each in command.commands] if hasattr(command, "commands") else [name]
 
 
-def test_nothing_is_imported_from_the_repository(installed):
+def test_nothing_is_imported_from_the_repository_and_every_command_answers_help(installed):
     code = "import nanoinfer, nanoinfer_lab, nanoinfer_course as course\n"
     code += "print(nanoinfer.__path__[0], *nanoinfer_lab.__path__, *course.__path__)"
     command, environment = [installed / "venv/bin/python", "-c", code], {**os.environ, "PYTHONPATH": ""}
     done = subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, check=True)
     assert [Path(path).is_relative_to(installed / "venv") for path in done.stdout.split()] == [True] * 3
-
-
-def test_every_command_answers_help(installed):
     for name in ["", *COMMANDS, *all_commands()]:
         assert run(installed, f"{name} --help").startswith(f"Usage: nanoinfer {name}".rstrip()), name
 

@@ -64,10 +64,7 @@ KERNELS = {
 BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM"), ("rounding", "AVX2")]
 CASES = [
     pytest.param(
-        KERNELS[name],
-        TARGETS[target],
-        id=f"{name}, {target}",
-        marks=[] if (name, target) in BY_DEFAULT else [pytest.mark.long],
+        KERNELS[name], TARGETS[target], id=f"{name}, {target}", marks=[] if (name, target) in BY_DEFAULT else [pytest.mark.long]
     )
     for name, target in itertools.product(KERNELS, TARGETS)
 ]

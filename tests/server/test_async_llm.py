@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import random
 import threading
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from nanoinfer.errors import (
 )
 from nanoinfer.features.structured import grammar
 from nanoinfer.outputs import Counter, Delta, Gauge
+from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.server import async_llm as async_llm_module
 from nanoinfer.server.async_llm import merged
 from tests.helpers import tiny_models
@@ -57,22 +57,6 @@ async def submit(async_llm, prompt, its_params, request_id=None, priority=0):
     return await async_llm.submit(prepare, num_answers=its_params.n, request_id=request_id)
 
 
-def test_a_grammar_that_has_failed_is_refused_after_a_wait_since_clients_repeat_it(monkeypatch):
-    waits, sleep = [], asyncio.sleep
-    form = StructuredOutputsParams(regex="a")
-
-    async def scenario(async_llm):
-        prepared = async_llm.engine.inputs.prepare_prompt("x", SamplingParams(structured_outputs=form))
-        prepared.compile.func.__self__._refuse(form, "a limit")
-        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, waits.append(seconds)))
-        with pytest.raises(InvalidValueError, match="it has just reached a limit"):
-            await submit(async_llm, "x", SamplingParams(structured_outputs=form))
-        assert waits == [async_llm_module.REFUSAL_SECONDS]
-        monkeypatch.undo()
-
-    serve(scenario)
-
-
 async def final(async_llm, prompt, params):
     async for output in async_llm.generate(prompt, replace(params, output_kind="final_only")):
         result = output
@@ -83,38 +67,24 @@ def params(**more):
     return SamplingParams(**{"max_tokens": 12, "seed": 3} | more)
 
 
-@pytest.mark.slow
-def test_many_at_once_get_the_tokens_of_generate(llm):
-    requests = [(random.Random(i).choice(PROMPTS), params(seed=i, temperature=i % 3 / 2, max_tokens=5 + i)) for i in range(24)]
-    expected = llm.generate([prompt for prompt, _ in requests], [one for _, one in requests], use_tqdm=False)
-
-    async def scenario(async_llm):
-        async def one(i, prompt, its_params):
-            await asyncio.sleep(0.01 * (i % 7))
-            return await final(async_llm, prompt, its_params)
-
-        return await asyncio.gather(*(one(i, *request) for i, request in enumerate(requests)))
-
-    outputs = serve(scenario)
-    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
-    assert [output.outputs[0].text for output in outputs] == [output.outputs[0].text for output in expected]
-    assert all(output.finished for output in outputs)
+async def end_of(async_llm):
+    """Wait until the ends of all answers are delivered."""
+    while async_llm.num_unfinished_answers:
+        await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_without_streaming_only_finished_answers_are_delivered(llm, streaming):
+def test_without_streaming_only_finished_answers_are_delivered(llm):
     async def scenario(async_llm):
         return [output async for output in async_llm.generate(PROMPTS[0], params(n=2, max_tokens=40))]
 
-    outputs = serve(scenario, streaming=streaming)
+    outputs = serve(scenario, streaming=False)
     [expected] = llm.generate(PROMPTS[0], params(n=2, max_tokens=40), use_tqdm=False)
     assert [answer.text for answer in outputs[-1].outputs] == [answer.text for answer in expected.outputs]
-    assert (len(outputs) > 1) == streaming
+    assert len(outputs) == 1
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
-    its_params = params(n=n, temperature=0.8, logprobs=1)
+def test_cumulative_outputs_grow_and_deltas_add_up(llm):
+    its_params = params(n=3, temperature=0.8, logprobs=1)
     expected = llm.generate(PROMPTS[0], its_params, use_tqdm=False)[0].outputs
 
     async def scenario(async_llm):
@@ -136,27 +106,16 @@ def test_cumulative_outputs_grow_and_deltas_add_up(llm, n):
         assert [part.finish_reason for part in parts if part.finish_reason] == [answer.finish_reason]
 
 
-def test_a_stream_that_is_left_is_aborted_at_once():
+def test_a_stream_that_is_left_and_a_task_that_is_cancelled_at_any_time_leave_nothing():
     async def scenario(async_llm):
-        generator = async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True))
-        with limited_steps(async_llm.engine, 5):  # so that the answer cannot end by itself
+        long = params(max_tokens=400, ignore_eos=True)
+        generator = async_llm.generate(PROMPTS[0], long)
+        with limited_steps(async_llm.engine, 20):  # so that no answer can end by itself
             await anext(generator)
             await generator.aclose()
-            while async_llm.engine.num_unfinished:
-                await asyncio.sleep(0.001)
-
-    serve(scenario)
-
-
-def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothing():
-    async def scenario(async_llm):
-        tasks = [
-            asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True, seed=i)))
-            for i in range(20)
-        ]
-        with limited_steps(async_llm.engine, 20):
+            tasks = [asyncio.create_task(final(async_llm, PROMPTS[0], replace(long, seed=i))) for i in range(20)]
             for i, task in enumerate(tasks):
-                if i % 3:
+                if i % 3:  # every third task is cancelled before it has begun
                     await asyncio.sleep(0.005)
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,96 +126,76 @@ def test_a_cancelled_task_and_one_that_is_cancelled_before_it_began_leave_nothin
     serve(scenario)
 
 
-def test_a_stream_that_is_not_read_keeps_one_delta_per_answer():
-    async def scenario(async_llm):
-        stream = await submit(async_llm, PROMPTS[0], params(max_tokens=60, ignore_eos=True))
-        while async_llm.num_unfinished_answers:  # until the last one is delivered
-            await asyncio.sleep(0.01)
-        return [deltas async for deltas in stream], stream.output
-
-    updates, output = serve(scenario)
-    assert [[len(delta.token_ids) for delta in deltas] for deltas in updates] == [[60]]
-    assert updates[0][0].text == output.outputs[0].text
-
-
 def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error():
     async def scenario(async_llm):
         with pytest.raises(InvalidPromptError):
             await final(async_llm, [], params())
-        with pytest.raises(InvalidValueError, match="output_kind must be one of cumulative, delta, final_only, got 'all'"):
-            params(output_kind="all")
-        long = await final(async_llm, [5] * 2000, params())
-        assert long.outputs[0].finish_reason == "error"
-        return await final(async_llm, PROMPTS[0], params())
+        return await final(async_llm, [5] * 2000, params())
 
-    assert serve(scenario).outputs[0].finish_reason in ("stop", "length")
+    assert serve(scenario).outputs[0].finish_reason == "error"
 
 
-def test_beyond_the_queue_a_request_is_refused():
+def test_beyond_the_queue_a_request_is_refused_and_each_answer_counts():
     async def scenario(async_llm):
         long = params(max_tokens=300, ignore_eos=True)
         with limited_steps(async_llm.engine, 5):
-            streams = [await submit(async_llm, PROMPTS[0], long) for _ in range(10)]
-            with pytest.raises(QueueFullError, match="10 answers run or wait, and at most 10 may"):
-                await submit(async_llm, PROMPTS[0], params())
+            streams = [await submit(async_llm, PROMPTS[0], replace(long, n=8))]
+            with pytest.raises(QueueFullError, match="8 answers run or wait, and at most 10 may"):
+                await submit(async_llm, PROMPTS[0], params(n=3))
             with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
                 await submit(async_llm, PROMPTS[0], params(n=11))
-            streams[0].close()
-            while async_llm.num_unfinished_answers == 10:  # until the end of the first is delivered
+            streams += [await submit(async_llm, PROMPTS[0], long) for _ in range(2)]
+            streams[1].close()
+            while async_llm.num_unfinished_answers == 10:  # until the end of this one is delivered
                 await asyncio.sleep(0.01)
             streams.append(await submit(async_llm, PROMPTS[0], params(max_tokens=1)))
             for stream in streams:
                 stream.close()
-
-    serve(scenario, max_num_queued_requests=2)
-
-
-def test_new_grammars_that_take_long_delay_no_request_without_one(monkeypatch):
-    pytest.importorskip("llguidance")
-    may_end = threading.Event()
-    monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(120) else None)
-
-    async def scenario(async_llm):
-        formats = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
-        slow = [
-            asyncio.create_task(final(async_llm, PROMPTS[0], params(structured_outputs=answer_format)))
-            for answer_format in formats
-        ]
-        await asyncio.sleep(0.2)
-        free = await final(async_llm, PROMPTS[0], params())
-        assert not any(task.done() for task in slow)
-        may_end.set()
-        return free, await asyncio.gather(*slow, return_exceptions=True)
-
-    free, errors = serve(scenario)
-    assert free.finished
-    assert {str(error) for error in errors} == {"regex cannot be used: too slow"}
-
-
-def test_each_answer_counts_towards_the_limit():
-    async def scenario(async_llm):
-        with limited_steps(async_llm.engine, 5):
-            stream = await submit(async_llm, PROMPTS[0], params(n=8, max_tokens=300, ignore_eos=True))
-            with pytest.raises(QueueFullError, match="8 answers run or wait"):
-                await submit(async_llm, PROMPTS[0], params(n=3))
-            stream.close()
-        while async_llm.num_unfinished_answers:
-            await asyncio.sleep(0.01)
+        await end_of(async_llm)
         return await final(async_llm, PROMPTS[0], params(n=10, max_tokens=2))
 
     assert len(serve(scenario, max_num_queued_requests=2).outputs) == 10
 
 
+def test_a_new_grammar_that_takes_long_delays_no_request_without_one_and_one_that_has_failed_waits(monkeypatch):
+    """Clients repeat what has failed."""
+    pytest.importorskip("llguidance")
+    may_end, waits, sleep = threading.Event(), [], asyncio.sleep
+    form = StructuredOutputsParams(regex="a")
+    monkeypatch.setattr(grammar._trial_process, "ask", lambda request: "too slow" if may_end.wait(120) else None)
+
+    async def scenario(async_llm):
+        formats = [StructuredOutputsParams(regex=f"a{{{i}}}b") for i in range(40)]
+        slow = [asyncio.create_task(final(async_llm, PROMPTS[0], params(structured_outputs=one))) for one in formats]
+        await asyncio.sleep(0.1)
+        free = await final(async_llm, PROMPTS[0], params())
+        assert not any(task.done() for task in slow)
+        may_end.set()
+        errors = await asyncio.gather(*slow, return_exceptions=True)
+        prepared = async_llm.engine.inputs.prepare_prompt("x", SamplingParams(structured_outputs=form))
+        prepared.compile.func.__self__._refuse(form, "a limit")
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, waits.append(seconds)))
+        with pytest.raises(InvalidValueError, match="it has just reached a limit"):
+            await submit(async_llm, "x", SamplingParams(structured_outputs=form))
+        monkeypatch.undo()
+        return free, errors
+
+    free, errors = serve(scenario)
+    assert free.finished
+    assert {str(error) for error in errors} == {"regex cannot be used: too slow"}
+    assert waits == [async_llm_module.REFUSAL_SECONDS]
+
+
 def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
     async def scenario(async_llm):
-        def values(metrics):
-            return {metric.name: metric.value for metric in metrics if isinstance(metric, Counter | Gauge)}
+        async def values():
+            return {one.name: one.value for one in await async_llm.get_metrics() if isinstance(one, Counter | Gauge)}
 
-        idle = values(await async_llm.get_metrics())
+        idle = await values()
         with limited_steps(async_llm.engine, 5):
             stream = await submit(async_llm, PROMPTS[0], params(max_tokens=300, ignore_eos=True))
             await anext(aiter(stream))
-            running = values(await async_llm.get_metrics())
+            running = await values()
         cancelled = asyncio.create_task(async_llm.get_metrics())
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -264,19 +203,8 @@ def test_metrics_are_read_while_it_runs_and_while_it_is_idle():
         return idle, running
 
     idle, running = serve(scenario)
-    assert idle["vllm:num_requests_running"] == 0
-    assert running["vllm:num_requests_running"] == 1
+    assert (idle["vllm:num_requests_running"], running["vllm:num_requests_running"]) == (0, 1)
     assert 0 < running["vllm:generation_tokens"] <= 5
-
-
-def test_abort_ends_the_stream():
-    async def scenario(async_llm):
-        with limited_steps(async_llm.engine, 5):
-            async for output in async_llm.generate(PROMPTS[0], params(max_tokens=400, ignore_eos=True)):
-                await async_llm.abort(output.request_id)
-        return output
-
-    assert serve(scenario).outputs[0].finish_reason == "abort"
 
 
 class FailingStage:
@@ -292,45 +220,27 @@ class FailingStage:
         return logits
 
 
-def serve_failing(scenario):
-    from nanoinfer.sampling.sampler import STAGES
-
+def test_a_failed_step_is_made_again_then_its_requests_end_and_after_three_in_a_row_the_engine_is_dead(llm):
     stage = FailingStage()
-    return serve(lambda async_llm: scenario(async_llm, stage), stages=[*STAGES, stage])
 
-
-def test_a_step_that_fails_once_is_computed_again(llm):
-    async def scenario(async_llm, stage):
+    async def scenario(async_llm):
         stage.fails = (5,)
-        return await final(async_llm, PROMPTS[0], params())
-
-    expected = llm.generate(PROMPTS[0], params(), use_tqdm=False)[0].outputs[0]
-    assert serve_failing(scenario).outputs[0].token_ids == expected.token_ids
-
-
-def test_requests_whose_step_fails_twice_end_with_an_error_and_others_go_on():
-    async def scenario(async_llm, stage):
+        outputs = [await final(async_llm, PROMPTS[0], params())]
         stage.poison = 0.123
-        bad = await final(async_llm, PROMPTS[0], params(temperature=0.123))
-        good = await final(async_llm, PROMPTS[0], params())
+        outputs.append(await final(async_llm, PROMPTS[0], params(temperature=0.123)))  # two failed steps
+        outputs.append(await final(async_llm, PROMPTS[0], params()))
         async_llm.check_health()  # it is not dead
-        return bad, good
-
-    bad, good = serve_failing(scenario)
-    assert bad.outputs[0].finish_reason == "error"
-    assert bad.outputs[0].error == "RuntimeError: the stage failed"
-    assert good.outputs[0].finish_reason == "length"
-
-
-def test_after_three_failed_steps_in_a_row_the_engine_is_dead():
-    async def scenario(async_llm, stage):
-        stage.poison = 0.123
-        outputs = [await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)]  # two failed steps, and one
+        outputs += [
+            await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)
+        ]  # two failed steps, and one
         with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; it must be"):
             await submit(async_llm, PROMPTS[0], params())
-        return outputs
+        return [output.outputs[0] for output in outputs]
 
-    assert [output.outputs[0].finish_reason for output in serve_failing(scenario)] == ["error", "error"]
+    again, failed, good, *dead = serve(scenario, stages=[*STAGES, stage])
+    assert again.token_ids == llm.generate(PROMPTS[0], params(), use_tqdm=False)[0].outputs[0].token_ids
+    assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: the stage failed")
+    assert [answer.finish_reason for answer in (good, *dead)] == ["length", "error", "error"]
 
 
 def test_a_panic_of_a_library_fails_the_request_and_not_the_thread():
@@ -349,32 +259,15 @@ def test_a_panic_of_a_library_fails_the_request_and_not_the_thread():
     assert good.outputs[0].finish_reason == "length"
 
 
-def test_a_second_event_loop_is_refused():
-    async def first():
-        async_llm = AsyncLLM("tiny-qwen3", seed=0)
-        await final(async_llm, PROMPTS[0], params(max_tokens=1))
-        return async_llm
-
-    async_llm = asyncio.run(first())
+def test_a_second_event_loop_and_a_thread_that_has_ended_are_refused():
+    async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22)
+    asyncio.run(final(async_llm, PROMPTS[0], params(max_tokens=1)))
     with pytest.raises(NanoinferError, match="belongs to the event loop of its first request"):
         asyncio.run(final(async_llm, PROMPTS[0], params()))
-
-    async def close():
-        await async_llm.shutdown()
-
-    asyncio.run(close())
-
-
-def test_a_thread_that_has_ended_is_no_healthy_engine():
-    async def main():
-        async_llm = AsyncLLM("tiny-qwen3", seed=0)
-        await final(async_llm, PROMPTS[0], params(max_tokens=1))
-        async_llm._thread.close()
-        async_llm._thread.join()
-        with pytest.raises(EngineDeadError, match="thread has ended"):
-            async_llm.check_health()
-
-    asyncio.run(main())
+    async_llm._thread.close()
+    async_llm._thread.join()
+    with pytest.raises(EngineDeadError, match="thread has ended"):
+        async_llm.check_health()
 
 
 @pytest.mark.parametrize(
@@ -422,7 +315,7 @@ def record(threads, function):
 # ---- ids
 
 
-def test_a_given_id_is_used_and_one_of_an_unfinished_request_is_refused():
+def test_a_given_id_is_used_unless_an_unfinished_request_has_it_and_a_made_id_is_no_given_one():
     async def scenario(async_llm):
         long = params(max_tokens=400, ignore_eos=True)
         running = async_llm.generate(PROMPTS[0], long, "mine")
@@ -437,22 +330,14 @@ def test_a_given_id_is_used_and_one_of_an_unfinished_request_is_refused():
         again = [output async for output in async_llm.generate(PROMPTS[0], params(), "mine")]  # free again
         assert {output.request_id for output in again} == {"mine"}
         assert again[-1].outputs[0].finish_reason == "length"
-
-    serve(scenario)
-
-
-def test_a_made_id_is_no_id_that_a_user_has_given():
-    async def scenario(async_llm):
         with limited_steps(async_llm.engine, 5):  # all are unfinished at the same time
-            given = [await submit(async_llm, PROMPTS[0], params(), str(i)) for i in (0, 2)]
-            made = [await submit(async_llm, PROMPTS[0], params()) for _ in range(3)]
-        ids = [stream.request_id for stream in given + made]
-        for stream in given + made:
+            streams = [await submit(async_llm, PROMPTS[0], params(), str(i)) for i in (0, 2, 4, 6)]
+            streams += [await submit(async_llm, PROMPTS[0], params()) for _ in range(4)]
+        for stream in streams:
             assert [deltas[-1].request_id async for deltas in stream][-1] == stream.request_id
-        return ids
+        return {stream.request_id for stream in streams}
 
-    ids = serve(scenario)
-    assert len(set(ids)) == len(ids) == 5
+    assert len(serve(scenario)) == 8
 
 
 def test_an_abort_while_the_prompt_is_prepared_is_not_lost(monkeypatch):
@@ -513,7 +398,11 @@ def first_and_rest(limit, sizes):
     limit.num_allowed = 100 if sizes else 1
 
 
-def test_with_few_streams_the_token_of_each_step_is_delivered_before_the_next_step():
+@pytest.mark.parametrize("is_held", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_few_streams_a_token_needs_no_further_step_to_be_delivered(monkeypatch, is_held):
+    if is_held:
+        monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1.0)
+        monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.005)
     scenario = partial(sizes_of_the_first, num_streams=2, steps=one_at_a_time)
     assert serve(scenario, async_scheduling=False) == [1] * 40
 
@@ -525,27 +414,7 @@ def test_with_many_streams_tokens_are_delivered_together_except_for_the_first(mo
     assert serve(scenario, async_scheduling=False) == [1, 39]  # held until the end
 
 
-@pytest.mark.slow
-def test_a_held_token_needs_no_further_step_to_be_delivered(monkeypatch):
-    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1.0)
-    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 0.02)
-    scenario = partial(sizes_of_the_first, num_streams=2, steps=one_at_a_time)
-    assert serve(scenario, async_scheduling=False) == [1] * 40
-
-
-def test_without_many_streams_generate_yields_after_each_step_and_not_at_the_end():
-    async def scenario(async_llm):
-        lengths, its_params = [], params(max_tokens=20, ignore_eos=True)
-        with limited_steps(async_llm.engine, 1) as limit:  # the next step is made only when the last one's token was yielded
-            async for output in async_llm.generate(PROMPTS[0], its_params):
-                lengths.append((len(output.outputs[0].token_ids), limit.num_made))
-                limit.allow(1)
-        return lengths
-
-    assert serve(scenario, async_scheduling=False) == [(num, num) for num in range(1, 21)]
-
-
-def test_a_stream_that_is_not_read_holds_back_no_other():
+def test_a_stream_that_is_not_read_keeps_one_delta_per_answer_and_holds_back_no_other():
     async def scenario(async_llm):
         its_params = params(max_tokens=40, ignore_eos=True)
         with limited_steps(async_llm.engine, 0) as limit:
@@ -556,9 +425,10 @@ def test_a_stream_that_is_not_read_holds_back_no_other():
                 sizes.append(sum(len(delta.token_ids) for delta in deltas))
                 limit.allow(1)  # what the unread stream has got, nobody has taken
             limit.allow(10)
-            while async_llm.num_unfinished_answers:
-                await asyncio.sleep(0.001)
-        return sizes, [[(delta.index, len(delta.token_ids)) for delta in deltas] async for deltas in unread]
+            await end_of(async_llm)
+        updates = [deltas async for deltas in unread]
+        assert [[delta.text for delta in deltas] for deltas in updates] == [[answer.text for answer in unread.output.outputs]]
+        return sizes, [[(delta.index, len(delta.token_ids)) for delta in deltas] for deltas in updates]
 
     assert serve(scenario, async_scheduling=False) == ([1] * 40, [[(0, 40), (1, 40)]])
 
@@ -599,28 +469,29 @@ async def until_published(async_llm, limit):
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("num_streams", [1, 8])
-def test_a_step_calls_the_event_loop_once_however_many_streams_it_is_for(monkeypatch, num_streams):
-    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0)
-    scenario = partial(calls_of_each_step, num_streams=num_streams)
-    assert serve(scenario, async_scheduling=False) == [1] * 5
+@pytest.mark.parametrize(
+    ("num_streams", "num_later", "hold_seconds", "calls"),
+    [
+        (8, 0, 0, [1] * 5),
+        (
+            3,
+            3,
+            0,
+            [1, 1, 2, 1, 2, 1, 1],
+        ),  # three begin in step 1 and end in step 5, the others begin in step 3 and end in step 7
+        (3, 0, 1e6, [1, 1, 0, 0, 1]),  # the second call plans the delivery
+    ],
+)
+def test_a_step_calls_the_event_loop_once_for_first_tokens_and_once_for_later_ones_that_are_not_held(
+    monkeypatch, num_streams, num_later, hold_seconds, calls
+):
+    for name in ("HOLD_SECONDS_PER_STREAM", "MAX_HOLD_SECONDS"):
+        monkeypatch.setattr(async_llm_module, name, hold_seconds)
+    scenario = partial(calls_of_each_step, num_streams=num_streams, num_later=num_later)
+    assert serve(scenario, async_scheduling=False) == calls
 
 
-def test_a_step_with_first_tokens_and_later_ones_calls_the_event_loop_twice(monkeypatch):
-    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 0)
-    scenario = partial(calls_of_each_step, num_streams=3, num_later=3)
-    # Three streams begin in step 1 and end in step 5, and the others begin in step 3 and end in step 7.
-    assert serve(scenario, async_scheduling=False) == [1, 1, 2, 1, 2, 1, 1]
-
-
-def test_while_tokens_are_held_further_steps_do_not_call_the_event_loop(monkeypatch):
-    monkeypatch.setattr(async_llm_module, "MAX_HOLD_SECONDS", 1e6)
-    monkeypatch.setattr(async_llm_module, "HOLD_SECONDS_PER_STREAM", 1e6)
-    scenario = partial(calls_of_each_step, num_streams=3)
-    assert serve(scenario, async_scheduling=False) == [1, 1, 0, 0, 1]  # the second plans the delivery
-
-
-@pytest.mark.parametrize(("num_streams", "hold_seconds"), [(1, 0.001), (7, 0.007), (49, 0.049), (64, 0.050)])
+@pytest.mark.parametrize(("num_streams", "hold_seconds"), [(7, 0.007), (64, 0.050)])
 def test_a_token_is_held_1_ms_for_each_open_stream_and_at_most_50(num_streams, hold_seconds):
     """The event loop's clock stands still, except where the test moves it."""
 
@@ -729,81 +600,41 @@ def test_while_the_engine_is_full_requests_start_by_priority_then_arrival_and_pr
     assert num_preemptions == 0
 
 
-@pytest.mark.slow
-def test_when_blocks_run_out_the_last_in_priority_is_preempted_and_starts_again_in_its_turn():
-    """24 blocks of 4 tokens. low 1, low 2 and high need 11 each in the end, so blocks run out when each has 8."""
-    settings = {"device": "cpu", "block_size": 4, "max_model_len": 90}
-    info = LLM("tiny-qwen3", **settings, kv_cache_memory=2**22).info
-    settings["kv_cache_memory"] = 24 * info.num_cache_bytes // info.num_blocks
-
+@pytest.mark.parametrize(("timeout", "reason"), [(120, "length"), (0, "abort")])
+def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests(timeout, reason):
     async def scenario(async_llm):
-        with recorded_starts(async_llm.engine) as starts, limited_steps(async_llm.engine, 0) as limit:
-            tasks = []
-            for request in (("low 1", 5, 40), ("low 2", 5, 40), ("high", 0, 40)):
-                tasks += await generate_all(async_llm, request)
-                limit.allow(1)
-                await until_published(async_llm, limit)
-            tasks += await generate_all(async_llm, ("lower", 6, 12), ("mid", 3, 6))
-            limit.allow(1000)
-            outputs = await asyncio.gather(*tasks)
-        return [seq.request_id for seq in starts], {output.request_id: output.metrics.num_preemptions for output in outputs}
-
-    policy = {"scheduling_policy": "priority", "max_num_seqs": 3, "async_scheduling": False}
-    order, num_preemptions = serve(scenario, **settings, **policy)
-    assert order == ["low 1", "low 2", "high", "mid", "low 2", "lower"]
-    assert num_preemptions == {"low 1": 0, "low 2": 1, "high": 0, "lower": 0, "mid": 0}
-
-
-def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests():
-    async def scenario(async_llm):
-        patient = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=20, ignore_eos=True)))
+        running = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=20, ignore_eos=True)))
         with limited_steps(async_llm.engine, 5):
             while not async_llm.engine.num_unfinished:
                 await asyncio.sleep(0.001)
-            closing = async_llm.shutdown(timeout=120)
+            closing = async_llm.shutdown(timeout=timeout)
             await asyncio.sleep(0)
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await submit(async_llm, PROMPTS[0], params())
+            if not timeout:
+                await closing
         await closing
-        return await patient
-
-    assert serve(scenario).outputs[0].finish_reason == "length"
-
-
-def test_shutdown_without_patience_aborts():
-    async def scenario(async_llm):
-        running = asyncio.create_task(final(async_llm, PROMPTS[0], params(max_tokens=400, ignore_eos=True)))
-        with limited_steps(async_llm.engine, 5):
-            while not async_llm.engine.num_unfinished:
-                await asyncio.sleep(0.001)
-            await async_llm.shutdown()
         return await running
 
-    assert serve(scenario).outputs[0].finish_reason == "abort"
+    assert serve(scenario).outputs[0].finish_reason == reason
 
 
-def test_a_shutdown_that_nobody_awaits_frees_the_model():
-    async def main():
-        async_llm = AsyncLLM.from_engine_args(AsyncEngineArgs("tiny-qwen3", seed=0, kv_cache_memory=2**22))
-        output = await final(async_llm, PROMPTS[0], params(max_tokens=2))
-        async_llm.shutdown()  # the event loop ends before it could begin
-        return async_llm, output
-
-    async_llm, output = asyncio.run(main())
-    assert output.finished
-    assert repr(async_llm.llm) == "LLM('tiny-qwen3', closed)"
-    assert not async_llm._thread.is_alive()
-
-
-def test_the_end_of_an_async_with_block_shuts_it_down():
-    async def main():
+def test_the_end_of_a_block_and_a_shutdown_that_nobody_awaits_free_the_model():
+    async def in_a_block():
         async with AsyncLLM("tiny-qwen3", kv_cache_memory=2**22) as async_llm:
             await final(async_llm, PROMPTS[0], params(max_tokens=1))
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            await final(async_llm, PROMPTS[0], params())
         return async_llm
 
-    assert "closed" in repr(asyncio.run(main()).llm)
+    async def unawaited():
+        async_llm = AsyncLLM.from_engine_args(AsyncEngineArgs("tiny-qwen3", seed=0, kv_cache_memory=2**22))
+        await final(async_llm, PROMPTS[0], params(max_tokens=2))
+        async_llm.shutdown()  # the event loop ends before it could begin
+        return async_llm
+
+    for scenario in (in_a_block, unawaited):
+        async_llm = asyncio.run(scenario())
+        assert repr(async_llm.llm) == "LLM('tiny-qwen3', closed)"
+        assert not async_llm._thread.is_alive()
 
 
 def test_two_deltas_of_an_answer_merge_into_one():

@@ -26,7 +26,7 @@ from tests.helpers.pooling_cases import NEWER, POOLING, write_modules
 from tests.helpers.tiny_models import assert_nothing_is_left
 
 SETTINGS = {"dtype": "float32", "kv_cache_memory": 2**22, "seed": 0}
-IDS = [[index * index % 96 for index in range(num)] for num in (300, 1, 17, 2, 64, 129)]
+IDS = [[index * index % 96 for index in range(num)] for num in (140, 1, 17, 2, 64)]
 TEXTS = ["Once upon a time", "a little dog", "", "Once upon a time there was a little dog. " * 9]
 
 
@@ -35,6 +35,14 @@ def hidden_of(path, ids):
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(torch.tensor([one])).last_hidden_state[0] for one in ids]
+
+
+def unit(row):
+    return row / row.norm()
+
+
+def ids_of(outputs):
+    return [one.prompt_token_ids for one in outputs]
 
 
 def vectors(outputs):
@@ -47,26 +55,27 @@ def largest_difference(found, wanted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_window", "gemma3_window"])
-@pytest.mark.parametrize("mode", ["lasttoken", "mean"])
-def test_embeddings_are_those_of_transformers(tmp_path, family, mode):
+def test_embeddings_are_those_of_transformers(tmp_path, family):
     path = tiny_models.save(family, tmp_path)
     rows = hidden_of(path, IDS)
-    wanted = [one[-1] if mode == "lasttoken" else one.mean(0) for one in rows]
-    write_modules(path, NEWER, "x.Pooling", "x.Normalize", Pooling={"pooling_mode": mode})
     with LLM(path, chunk_size=64, max_num_batched_tokens=128, **SETTINGS) as llm:
-        found = vectors(llm.embed(IDS, use_tqdm=False))
-        assert largest_difference(found, [one / one.norm() for one in wanted]) < 1e-5
-        short = llm.embed(IDS, use_tqdm=False, pooling_params=PoolingParams(dimensions=8))
-        assert largest_difference(vectors(short), [one[:8] / one[:8].norm() for one in wanted]) < 1e-5
+        for mode in ("lasttoken", "mean"):
+            write_modules(path, NEWER, "x.Pooling", "x.Normalize", Pooling={"pooling_mode": mode})
+            wanted = [one[-1] if mode == "lasttoken" else one.mean(0) for one in rows]
+            found = vectors(llm.embed(IDS, use_tqdm=False))
+            assert largest_difference(found, [unit(one) for one in wanted]) < 1e-5
+            short = llm.embed(IDS, use_tqdm=False, pooling_params=PoolingParams(dimensions=8))
+            assert largest_difference(vectors(short), [unit(one[:8]) for one in wanted]) < 1e-5
         assert_nothing_is_left(llm)
 
 
 def test_without_modules_json_the_last_row_is_normalised_and_without_normalize_it_is_not(tmp_path):
     path = tiny_models.save("qwen3", tmp_path)
     wanted = [one[-1] for one in hidden_of(path, IDS)]
-    with LLM(path, **SETTINGS) as llm:
-        found = vectors(llm.embed(IDS, use_tqdm=False))
-        assert largest_difference(found, [one / one.norm() for one in wanted]) < 1e-5
+    with LLM(path, runner="pooling", **SETTINGS) as llm:
+        outputs = llm.embed(IDS, use_tqdm=False)
+        assert isinstance(outputs[0], nanoinfer.EmbeddingRequestOutput)
+        assert largest_difference(vectors(outputs), [unit(one) for one in wanted]) < 1e-5
         write_modules(path, NEWER, "x.Pooling", Pooling=POOLING["last"])
         assert largest_difference(vectors(llm.embed(IDS, use_tqdm=False)), wanted) < 1e-4
         assert max(float(one.norm()) for one in wanted) > 2, "they are not normalised by chance"
@@ -106,105 +115,86 @@ def test_a_text_ends_as_its_tokenizer_ends_it_also_when_it_is_truncated(embeddin
     hf = AutoTokenizer.from_pretrained(embedding_path)
     with LLM(embedding_path, **SETTINGS) as llm:
         outputs = llm.embed(TEXTS, use_tqdm=False)
-        assert [one.prompt_token_ids for one in outputs] == hf(TEXTS)["input_ids"]
-        rows = hidden_of(embedding_path, [one.prompt_token_ids for one in outputs])
-        assert largest_difference(vectors(outputs), [one.mean(0) / one.mean(0).norm() for one in rows]) < 1e-5
+        assert ids_of(outputs) == hf(TEXTS)["input_ids"]
         cut = llm.embed(TEXTS, use_tqdm=False, truncate_prompt_tokens=5)
-        assert [one.prompt_token_ids for one in cut] == hf(TEXTS, truncation=True, max_length=5)["input_ids"]
-        assert [llm.embed([list(range(9))], truncate_prompt_tokens=5)[0].prompt_token_ids] == [list(range(5))]
+        assert ids_of(cut) == hf(TEXTS, truncation=True, max_length=5)["input_ids"]
+        assert ids_of(llm.embed([list(range(9))], truncate_prompt_tokens=5)) == [list(range(5))]
         long = "a little dog " * 600
         with pytest.raises(InvalidPromptError, match=r"prompt 1: .*maximum context length is 512 tokens.* has 1802 tokens"):
             llm.embed(["a", long], use_tqdm=False)
-        whole = llm.embed(long, use_tqdm=False, truncate_prompt_tokens=-1)[0]
-        assert (len(whole.prompt_token_ids), whole.prompt_token_ids[-1]) == (512, hf.eos_token_id)
+        [whole] = ids_of(llm.embed(long, use_tqdm=False, truncate_prompt_tokens=-1))
+        assert (len(whole), whole[-1]) == (512, hf.eos_token_id)
 
 
 PROMPTS = {"prompts": {"query": "Query: ", "document": "DOC "}, "default_prompt_name": "query"}
 
 
-@pytest.mark.parametrize(
-    ("transformer", "prompts", "prompt"),
-    [
-        ({"max_seq_length": 5, "do_lower_case": False}, {}, ""),
-        ({"max_seq_length": None, "do_lower_case": True}, {}, ""),
-        ({}, PROMPTS, "Query: "),
-        ({}, PROMPTS | {"default_prompt_name": None}, ""),
-        ({"max_seq_length": 9, "do_lower_case": True}, PROMPTS | {"default_prompt_name": "document"}, "DOC "),
-    ],
-)
-def test_texts_are_cut_lower_cased_and_prefixed_as_sentence_transformers_does(
-    embedding_path, tmp_path, transformer, prompts, prompt
-):
+TRANSFORMERS = [  # sentence_bert_config.json, config_sentence_transformers.json, and the prompt that is written before a text
+    ({"max_seq_length": 5, "do_lower_case": False}, {}, ""),
+    ({"max_seq_length": None, "do_lower_case": True}, {}, ""),
+    ({}, PROMPTS, "Query: "),
+    ({}, PROMPTS | {"default_prompt_name": None}, ""),
+    ({"max_seq_length": 9, "do_lower_case": True}, PROMPTS | {"default_prompt_name": "document"}, "DOC "),
+]
+
+
+def test_texts_are_cut_lower_cased_and_prefixed_as_sentence_transformers_does(embedding_path, tmp_path):
     """It gives max_seq_length to the tokenizer as model_max_length, and puts Lowercase before its normalizers."""
     path = shutil.copytree(embedding_path, tmp_path / "model")
-    (path / "sentence_bert_config.json").write_text(json.dumps(transformer))
-    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    hf = AutoTokenizer.from_pretrained(path)
-    if transformer.get("do_lower_case"):
-        own = hf.backend_tokenizer.normalizer
-        hf.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own else [])])
-    most = transformer.get("max_seq_length") or 512
     texts = ["Once UPON a time", "a little ΣΑΣ", "", "Once upon a TIME there was a little dog. " * 9]
-    wanted = hf([prompt + text for text in texts], truncation=True, max_length=most)["input_ids"]
-    with LLM(path, **SETTINGS) as llm:
-        outputs = llm.embed(texts, use_tqdm=False)
-        assert [one.prompt_token_ids for one in outputs] == wanted
-        rows = hidden_of(path, wanted)
-        assert largest_difference(vectors(outputs), [one.mean(0) / one.mean(0).norm() for one in rows]) < 1e-5
-        assert llm.embed({"prompt": texts[0]}, use_tqdm=False)[0].outputs == outputs[0].outputs
-        assert llm.embed([[1, 2]], use_tqdm=False)[0].prompt_token_ids == [1, 2], "ids have no prompt"
-        whole = llm.embed(texts[3], use_tqdm=False, truncate_prompt_tokens=-1)[0]
-        assert len(whole.prompt_token_ids) > 80, "the argument goes before the checkpoint's"
+    for transformer, prompts, prompt in TRANSFORMERS:
+        (path / "sentence_bert_config.json").write_text(json.dumps(transformer))
+        (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+        hf = AutoTokenizer.from_pretrained(path)
+        if transformer.get("do_lower_case"):
+            own = hf.backend_tokenizer.normalizer
+            hf.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own else [])])
+        most = transformer.get("max_seq_length") or 512
+        wanted = hf([prompt + text for text in texts], truncation=True, max_length=most)["input_ids"]
+        with LLM(path, **SETTINGS) as llm:
+            outputs = llm.embed(texts, use_tqdm=False)
+            assert ids_of(outputs) == wanted
+            rows = hidden_of(path, wanted)
+            assert largest_difference(vectors(outputs), [unit(one.mean(0)) for one in rows]) < 1e-5
+            assert llm.embed({"prompt": texts[0]}, use_tqdm=False)[0].outputs == outputs[0].outputs
+            assert ids_of(llm.embed([[1, 2]], use_tqdm=False)) == [[1, 2]], "ids have no prompt"
+            [whole] = ids_of(llm.embed(texts[3], use_tqdm=False, truncate_prompt_tokens=-1))
+            assert len(whole) > 80, "the argument goes before the checkpoint's"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length must be >= 1, got 0"),
-        ("sentence_bert_config.json", {"max_seq_length": "5"}, "max_seq_length must be an integer or None, got '5'"),
-        ("sentence_bert_config.json", {"do_lower_case": 1}, "do_lower_case must be True or False, got 1"),
-        ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "processing_kwargs must be None, got"),
-        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "must name one of its prompts, got 'query'"),
-        ("config_sentence_transformers.json", PROMPTS, "without its default prompt .include_prompt."),
-    ],
-)
-def test_settings_of_sentence_transformers_that_are_not_supported_are_refused_by_name(
-    embedding_path, tmp_path, name, content, words
-):
+BERT, PREFIXES = "sentence_bert_config.json", "config_sentence_transformers.json"
+UNSUPPORTED = [
+    (BERT, {"max_seq_length": 0}, "max_seq_length must be >= 1, got 0"),
+    (BERT, {"max_seq_length": "5"}, "max_seq_length must be an integer or None, got '5'"),
+    (BERT, {"do_lower_case": 1}, "do_lower_case must be True or False, got 1"),
+    (BERT, {"processing_kwargs": {"text": {}}}, "processing_kwargs must be None, got"),
+    (PREFIXES, {"default_prompt_name": "query"}, "must name one of its prompts, got 'query'"),
+    (PREFIXES, PROMPTS, "without its default prompt .include_prompt."),
+    ("modules.json", "[", "modules.json"),
+    ("modules.json", "[1]", "modules.json"),
+    ("modules.json", '[{"type": "x.Pooling", "path": "../other"}]', "modules.json"),
+    ("modules.json", '{"a": 1}', "modules.json"),
+]
+MODULES = [  # modules, their settings, and what is said
+    ("x.Dense", {}, "has the module 'Dense'"),
+    ("x.Pooling", {"Pooling": {"pooling_mode_cls_token": True}}, "pooling.*cls_token"),
+    ("x.Pooling", {"Pooling": {"pooling_mode_max_tokens": True} | POOLING["last"]}, "max_tok"),
+]
+
+
+def test_settings_of_sentence_transformers_that_are_not_supported_are_refused_by_name(embedding_path, tmp_path):
     path = shutil.copytree(embedding_path, tmp_path / "model")
-    write_modules(path, NEWER, "x.Pooling", Pooling={"pooling_mode": "mean", "include_prompt": False})
-    (path / name).write_text(json.dumps(content))
-    with LLM(path, **SETTINGS) as llm, pytest.raises(NanoinferError, match=words):
-        llm.embed("a")
-
-
-REFUSED = {
-    "module": ((NEWER, "x.Dense"), {}, UnsupportedError, "has the module 'Dense'"),
-    "pooling": ((NEWER, "x.Pooling"), {"Pooling": {"pooling_mode_cls_token": True}}, UnsupportedError, "pooling.*cls_token"),
-    "two": (
-        (NEWER, "x.Pooling"),
-        {"Pooling": {"pooling_mode_max_tokens": True} | POOLING["last"]},
-        UnsupportedError,
-        "max_tok",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_checkpoint_wants_and_cannot_have_is_refused_by_name(qwen3_path, tmp_path, case):
-    modules, settings, error, words = REFUSED[case]
-    path = shutil.copytree(qwen3_path, tmp_path / "model")
-    write_modules(path, *modules, **settings)
-    with LLM(path, **SETTINGS) as llm, pytest.raises(error, match=words):
-        llm.embed([[1, 2]])
-
-
-def test_corrupted_files_and_attention_to_later_tokens_are_refused(qwen3_path, tmp_path):
-    path = shutil.copytree(qwen3_path, tmp_path / "model")
-    for content in ("[", "[1]", '[{"type": "x.Pooling", "path": "../other"}]', '{"a": 1}'):
-        (path / "modules.json").write_text(content)
-        with LLM(path, **SETTINGS) as llm, pytest.raises(CheckpointError, match=r"modules\.json"):
-            llm.embed([[1, 2]])
+    with LLM(path, **SETTINGS) as llm:
+        for name, content, words in UNSUPPORTED:
+            write_modules(path, NEWER, "x.Pooling", Pooling={"pooling_mode": "mean", "include_prompt": False})
+            (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            with pytest.raises(CheckpointError if name == "modules.json" else NanoinferError, match=words):
+                llm.embed("a")
+            (path / name).unlink()
+        for module, settings, words in MODULES:
+            write_modules(path, NEWER, module, **settings)
+            with pytest.raises(UnsupportedError, match=words):
+                llm.embed([[1, 2]])
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     with pytest.raises(UnsupportedError, match="is_causal must be True, got False; others are not supported"):
@@ -235,19 +225,17 @@ def test_wrong_arguments_are_refused_before_anything_runs(qwen3_path):
 
 # ---- scores
 
+TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
 QUERIES, DOCUMENTS = ["little dog", "a red ball"], ["The dog was happy.", "It was a ball. " * 30]
 
 
 def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_path):
     hf = AutoTokenizer.from_pretrained(reranker_path)
-    before, after = (
-        hf.encode(text, add_special_tokens=False)
-        for text in (
-            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
-            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        )
-    )
+    before, after = (hf.encode(text, add_special_tokens=False) for text in TEMPLATE)
     bodies = [
         f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         for instruction in (INSTRUCTION, "Judge")
@@ -278,16 +266,6 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
         assert_nothing_is_left(llm)
 
 
-def test_a_step_computes_the_logits_once_for_scores_and_tokens(reranker_path):
-    with LLM(reranker_path, **SETTINGS) as llm:
-        wanted = llm.score(QUERIES, DOCUMENTS, use_tqdm=False)
-        model, num_rows = llm.engine.executor.runner.model, []
-        compute = model.compute_logits
-        model.compute_logits = lambda hidden: (num_rows.append(len(hidden)), compute(hidden))[1]
-        assert [one.outputs for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)] == [one.outputs for one in wanted]
-        assert sum(num_rows) == len(QUERIES)
-
-
 def test_an_embedding_models_score_is_the_cosine(embedding_path):
     with LLM(embedding_path, **SETTINGS) as llm:
         query, *documents = vectors(llm.embed([QUERIES[0], *DOCUMENTS], use_tqdm=False))
@@ -297,20 +275,18 @@ def test_an_embedding_models_score_is_the_cosine(embedding_path):
             llm.score("a", "b", instruction="Judge")
 
 
-def test_the_answers_of_a_logit_score_must_be_no_and_yes(reranker_path, tmp_path):
+def test_a_step_computes_the_logits_once_and_the_answers_of_a_logit_score_must_be_no_and_yes(reranker_path, tmp_path):
     path = shutil.copytree(reranker_path, tmp_path / "model")
     hf = AutoTokenizer.from_pretrained(path)
     ids = {"false_token_id": hf.convert_tokens_to_ids("no"), "true_token_id": hf.convert_tokens_to_ids("yes")}
     with LLM(path, **SETTINGS) as llm:
-        wanted = llm.score("a", "b", use_tqdm=False)[0].outputs
+        wanted = [one.outputs for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)]
+        model, num_rows = llm.engine.executor.runner.model, []
+        compute = model.compute_logits
+        model.compute_logits = lambda hidden: (num_rows.append(len(hidden)), compute(hidden))[1]
         write_modules(path, NEWER, "x.LogitScore", LogitScore=ids)
-        assert llm.score("a", "b", use_tqdm=False)[0].outputs == wanted
+        assert [one.outputs for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)] == wanted
+        assert sum(num_rows) == len(QUERIES)
         write_modules(path, NEWER, "x.LogitScore", LogitScore=ids | {"false_token_id": None})
         with pytest.raises(UnsupportedError, match="no reranker"):
             llm.score("a", "b")
-
-
-def test_vllms_names_are_those_of_the_outputs(qwen3_path):
-    assert nanoinfer.PoolingParams is PoolingParams
-    with LLM(qwen3_path, runner="pooling", **SETTINGS) as llm:
-        assert isinstance(llm.embed([[1]], use_tqdm=False)[0], nanoinfer.EmbeddingRequestOutput)

@@ -59,10 +59,14 @@ def test_four_bits_and_a_power_of_two_by_hand():
     assert torch.equal(every.bfloat16().float(), every)  # bfloat16 loses nothing
     base = weights.Weights({"mlp.experts.down_proj_blocks": weights.TensorInfo((1, 1, 1, 16), "U8")})
     base |= {"mlp.experts.down_proj_scales": weights.TensorInfo((1, 1, 1), "U8")}
+    base |= {"mlp.down_proj.weight": weights.TensorInfo((2, 2), "F32")}
     stored = {"mlp.experts.down_proj_blocks": [0x21, 0xF9, *[0] * 14], "mlp.experts.down_proj_scales": [129]}
     base.read = lambda name, rows: torch.tensor(stored[name], dtype=torch.uint8).view(base[name].shape)[rows]
-    read = ExpertWeights(base, "interleaved").read("mlp.experts.0.down_proj.weight")
-    assert read.tolist() == [[2.0, 4.0, -2.0, -24.0, *[0.0] * 28]]
+    base.has_empty_biases, base.integers = True, lambda name, rows: f"the integers of {name}"
+    divided = ExpertWeights(base, "interleaved")
+    assert divided.read("mlp.experts.0.down_proj.weight").tolist() == [[2.0, 4.0, -2.0, -24.0, *[0.0] * 28]]
+    assert divided.has_empty_biases  # what is not divided stays what its file says
+    assert divided.integers("mlp.down_proj.weight") == "the integers of mlp.down_proj.weight"
 
 
 def test_experts_in_halves_are_those_that_are_stored_one_by_one(tmp_path):
@@ -76,15 +80,6 @@ def test_experts_in_halves_are_those_that_are_stored_one_by_one(tmp_path):
     found = dict(load(path).named_parameters())
     assert found.keys() == one_by_one.keys()
     assert all(torch.equal(found[name], weight) for name, weight in one_by_one.items())
-
-
-def test_what_is_not_divided_stays_what_its_file_says():
-    base = weights.Weights({"mlp.down_proj.weight": weights.TensorInfo((2, 2), "F32")})
-    base.has_empty_biases = True
-    base.integers = lambda name, rows: f"the integers of {name}"
-    divided = ExpertWeights(base, "halves")
-    assert divided.has_empty_biases
-    assert divided.integers("mlp.down_proj.weight") == "the integers of mlp.down_proj.weight"
 
 
 def test_logits_of_mxfp4_equal_transformers(saved):
@@ -124,20 +119,20 @@ def test_an_update_from_a_folder_in_mxfp4_gives_the_tokens_of_a_fresh_engine(sav
     assert updated == fresh != before
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"gate_up_proj_scales": None}, "unexpected: .*0.mlp.experts.gate_up_proj_blocks"),
-        ({"down_proj_scales": torch.zeros(8, 64, 2, dtype=torch.uint8)}, "unexpected: .*down_proj_blocks"),
-        ({"down_proj_blocks": torch.zeros(8, 64, 1, 15, dtype=torch.uint8)}, "unexpected: .*down_proj_blocks"),
-        ({"down_proj_bias": torch.zeros(8, 64, 1)}, "unexpected: .*down_proj_bias"),
-        ({"down_proj_bias": torch.zeros(2**20, 0)}, "unexpected: .*down_proj_bias"),
-        ({"down_proj_bias": torch.zeros(7, 64)}, "missing: layers.0.mlp.experts.7.down_proj.bias"),
-        ({"down_proj_bias": torch.zeros(9, 64)}, "unexpected: .*experts.8.down_proj.bias"),
-    ],
-)
-def test_tensors_of_another_shape_are_reported_by_name(changes, sentence, saved, tmp_path):
-    tensors = load_file(saved[0] / "model.safetensors") | {LAYER + name: one for name, one in changes.items()}
+SHAPES = [
+    ("gate_up_proj_scales", None, "unexpected: .*0.mlp.experts.gate_up_proj_blocks"),
+    ("down_proj_scales", torch.zeros(8, 64, 2, dtype=torch.uint8), "unexpected: .*down_proj_blocks"),
+    ("down_proj_blocks", torch.zeros(8, 64, 1, 15, dtype=torch.uint8), "unexpected: .*down_proj_blocks"),
+    ("down_proj_bias", torch.zeros(8, 64, 1), "unexpected: .*down_proj_bias"),
+    ("down_proj_bias", torch.zeros(2**20, 0), "unexpected: .*down_proj_bias"),
+    ("down_proj_bias", torch.zeros(7, 64), "missing: layers.0.mlp.experts.7.down_proj.bias"),
+    ("down_proj_bias", torch.zeros(9, 64), "unexpected: .*experts.8.down_proj.bias"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "sentence"), SHAPES, ids=lambda value: str(getattr(value, "shape", value)))
+def test_tensors_of_another_shape_are_reported_by_name(name, tensor, sentence, saved, tmp_path):
+    tensors = load_file(saved[0] / "model.safetensors") | {LAYER + name: tensor}
     save_file({name: one for name, one in tensors.items() if one is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((saved[0] / "config.json").read_text())
     with pytest.raises(WeightsError, match=sentence):

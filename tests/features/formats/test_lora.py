@@ -16,6 +16,7 @@ from tests.helpers.lora_adapters import write_adapter
 PROMPT = torch.arange(1, 41) * 31 % tiny_models.VOCAB_SIZE
 Q = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.1.mlp.up_proj"
+MODEL = "base_model.model"
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +53,26 @@ def assert_equal(path, model, *adapters):
 SHAPES = {Q: (64, 48), UP: (80, 48)}
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.5, -1.0, 0.0])
-def test_an_adapter_is_merged_with_alpha_over_r(base, tmp_path, strength):
-    pairs = write_adapter(tmp_path / "a", SHAPES)
-    model = change(tiny_models.build("qwen3"), pairs, dict.fromkeys(SHAPES, strength * 8 / 4))
-    assert_equal(base, model, (tmp_path / "a", strength))
+PATTERNS = {
+    "rank_pattern": {"up_proj": 2, "proj": 9},
+    "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "layers": 9},
+}
+# the adapter, its strength, and what A B is multiplied with in each layer: alpha over r, or over its root
+MERGED = {
+    "whole": ({}, 1.0, {Q: 8 / 4, UP: 8 / 4}),
+    "half": ({}, 0.5, {Q: 0.5 * 8 / 4, UP: 0.5 * 8 / 4}),
+    "negative": ({}, -1.0, {Q: -8 / 4, UP: -8 / 4}),
+    "none": ({}, 0.0, {Q: 0.0, UP: 0.0}),
+    "rslora": ({"use_rslora": True}, 1.0, {Q: 8 / math.sqrt(4), UP: 8 / math.sqrt(4)}),
+    "patterns of the modules that they name": ({"ranks": {UP: 2}, **PATTERNS}, 1.0, {Q: 3 / 4, UP: 8 / 2}),
+}
 
 
-def test_rslora_divides_by_the_root_of_r(base, tmp_path):
-    pairs = write_adapter(tmp_path / "a", SHAPES, use_rslora=True)
-    assert_equal(base, change(tiny_models.build("qwen3"), pairs, dict.fromkeys(SHAPES, 8 / math.sqrt(4))), (tmp_path / "a", 1))
-
-
-def test_rank_and_alpha_patterns_are_those_of_the_modules_that_they_name(base, tmp_path):
-    patterns = {
-        "rank_pattern": {"up_proj": 2, "proj": 9},
-        "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "layers": 9},
-    }
-    pairs = write_adapter(tmp_path / "a", SHAPES, ranks={UP: 2}, **patterns)
-    assert_equal(base, change(tiny_models.build("qwen3"), pairs, {Q: 3 / 4, UP: 8 / 2}), (tmp_path / "a", 1))
+@pytest.mark.parametrize("case", MERGED)
+def test_an_adapter_is_merged_with_alpha_over_r(base, tmp_path, case):
+    settings, strength, scales = MERGED[case]
+    pairs = write_adapter(tmp_path / "a", SHAPES, **settings)
+    assert_equal(base, change(tiny_models.build("qwen3"), pairs, scales), (tmp_path / "a", strength))
 
 
 def test_several_adapters_add_up(base, tmp_path):
@@ -111,61 +113,41 @@ def test_llm_takes_a_folder_a_list_and_a_dict_and_the_tokens_change(base, tmp_pa
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("config", "error", "sentence"),
-    [
-        ({"peft_type": "LOHA"}, UnsupportedError, "peft_type='LOHA' in .* is not supported, only 'LORA'; merge the adapter"),
-        ({"use_dora": True}, UnsupportedError, "use_dora=True"),
-        ({"bias": "lora_only"}, UnsupportedError, "bias='lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedError, r"modules_to_save=\['lm_head'\]"),
-        ({"init_lora_weights": "pissa"}, UnsupportedError, "init_lora_weights='pissa'"),
-        ({"trainable_token_indices": [5]}, UnsupportedError, r"trainable_token_indices=\[5\]"),
-        ({"rank_pattern": {"(a+)+$": 4}}, UnsupportedError, r"rank_pattern in .* has the pattern '\(a\+\)\+\$'; only names"),
-        ({"rank_pattern": [5]}, CheckpointError, "rank_pattern in .* must map names to numbers"),
-        ({"r": 8}, WeightsError, f"'{Q}' has the rank 4, but .* says 8"),
-        ({"r": 0}, CheckpointError, "r of .* must be a number above 0, got 0"),
-        ({"lora_alpha": "8"}, CheckpointError, "lora_alpha of .* must be a number above 0, got '8'"),
-    ],
-)
-def test_an_adapter_that_does_more_or_is_corrupted_is_refused_by_name(base, tmp_path, config, error, sentence):
-    write_adapter(tmp_path / "a", {Q: (64, 48)}, **config)
+REFUSED = [
+    ({"peft_type": "LOHA"}, UnsupportedError, "peft_type='LOHA' in .* is not supported, only 'LORA'; merge the adapter"),
+    ({"use_dora": True}, UnsupportedError, "use_dora=True"),
+    ({"bias": "lora_only"}, UnsupportedError, "bias='lora_only'"),
+    ({"modules_to_save": ["lm_head"]}, UnsupportedError, r"modules_to_save=\['lm_head'\]"),
+    ({"init_lora_weights": "pissa"}, UnsupportedError, "init_lora_weights='pissa'"),
+    ({"trainable_token_indices": [5]}, UnsupportedError, r"trainable_token_indices=\[5\]"),
+    ({"rank_pattern": {"(a+)+$": 4}}, UnsupportedError, r"rank_pattern in .* has the pattern '\(a\+\)\+\$'; only names"),
+    ({"rank_pattern": [5]}, CheckpointError, "rank_pattern in .* must map names to numbers"),
+    ({"r": 8}, WeightsError, f"'{Q}' has the rank 4, but .* says 8"),
+    ({"r": 0}, CheckpointError, "r of .* must be a number above 0, got 0"),
+    ({"lora_alpha": "8"}, CheckpointError, "lora_alpha of .* must be a number above 0, got '8'"),
+    ({"tensors": {f"{MODEL}.{Q}.lora_magnitude_vector": torch.ones(4)}}, UnsupportedError, "neither A nor B"),
+    ({"tensors": {f"{MODEL}.model.embed_tokens.lora_embedding_A": torch.ones(4, 96)}}, UnsupportedError, "lora_embedding_A"),
+    ({"tensors": {f"{MODEL}.{UP}.lora_A.weight": torch.ones(4, 48)}}, WeightsError, "has no A and B that fit, in floats"),
+    ({"tensors": {f"{MODEL}.{UP}.lora_{part}.weight": torch.ones(4, 4).char() for part in "AB"}}, WeightsError, "in floats"),
+]
+
+
+def refused(base, path, error, sentence, shapes, **settings):
+    write_adapter(path / "a", shapes, **settings)
     with pytest.raises(error, match=sentence):
-        logits_here(base, [(str(tmp_path / "a"), 1.0)])
+        logits_here(base, [(str(path / "a"), 1.0)])
 
 
-@pytest.mark.parametrize(
-    ("shapes", "sentence"),
-    [
-        (
-            {"model.layers.7.mlp.up_proj": (80, 48)},
-            r"changes 'model.layers.7.mlp.up_proj' of shape \[80, 48\], which the model does",
-        ),
-        (
-            {UP: (80, 64)},
-            r"changes 'model.layers.1.mlp.up_proj' of shape \[80, 64\], of shape \[80, 48\] in the model; use it with",
-        ),
-    ],
-)
-def test_an_adapter_of_another_base_is_refused_with_what_does_not_fit(base, tmp_path, shapes, sentence):
-    write_adapter(tmp_path / "a", shapes)
-    with pytest.raises(WeightsError, match=sentence):
-        logits_here(base, [(str(tmp_path / "a"), 1.0)])
+@pytest.mark.parametrize(("settings", "error", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_an_adapter_that_does_more_or_is_corrupted_is_refused_by_name(base, tmp_path, settings, error, sentence):
+    refused(base, tmp_path, error, sentence, {Q: (64, 48)}, **settings)
 
 
-def test_tensors_that_are_no_pair_are_refused_by_name(base, tmp_path):
-    for tensors, error, sentence in (
-        ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(4)}, UnsupportedError, "neither A nor B"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 96)}, UnsupportedError, "lora_embedding_A"),
-        ({f"base_model.model.{UP}.lora_A.weight": torch.ones(4, 48)}, WeightsError, "has no A and B that fit, in floats"),
-        (
-            {f"base_model.model.{UP}.lora_{part}.weight": torch.ones(4, 4, dtype=torch.int8) for part in "AB"},
-            WeightsError,
-            "no A and B that fit, in floats",
-        ),
-    ):
-        write_adapter(tmp_path / "a", {Q: (64, 48)}, tensors=tensors)
-        with pytest.raises(error, match=sentence):
-            logits_here(base, [(str(tmp_path / "a"), 1.0)])
+def test_an_adapter_of_another_base_is_refused_with_what_does_not_fit(base, tmp_path):
+    absent = r"changes 'model.layers.7.mlp.up_proj' of shape \[80, 48\], which the model does"
+    refused(base, tmp_path, WeightsError, absent, {"model.layers.7.mlp.up_proj": (80, 48)})
+    other = rf"changes '{UP}' of shape \[80, 64\], of shape \[80, 48\] in the model; use it with"
+    refused(base, tmp_path, WeightsError, other, {UP: (80, 64)})
 
 
 def test_a_folder_that_is_no_adapter_is_refused_with_what_is_missing(base, tmp_path):

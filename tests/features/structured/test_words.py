@@ -25,12 +25,10 @@ def constraints_of(**params):
     return tuple(word_constraints(SamplingParams(detokenize=False, **params), None, vocab_size=9))
 
 
-@pytest.mark.parametrize(
-    ("params", "waits"), [({"bad_words": [[1]]}, True), ({"no_repeat_ngram_size": 2}, True), (TWICE, False), ({}, False)]
-)
-def test_the_next_token_waits_for_this_one_if_a_constraint_forbids_ids_by_it(params, waits):
-    seq = Sequence("r", [1], SamplingParams(**params), 0, 9, constraints=constraints_of(**params))
-    assert (seq.num_free_tokens == 0) == waits
+def test_the_next_token_waits_for_this_one_if_a_constraint_forbids_ids_by_it():
+    for params, waits in ({"bad_words": [[1]]}, True), ({"no_repeat_ngram_size": 2}, True), (TWICE, False), ({}, False):
+        seq = Sequence("r", [1], SamplingParams(**params), 0, 9, constraints=constraints_of(**params))
+        assert (seq.num_free_tokens == 0) == waits
 
 
 def completing(token_ids, size):
@@ -39,25 +37,24 @@ def completing(token_ids, size):
     return {x for x in set(token_ids) if len(token_ids) >= size - 1 and (*token_ids[len(token_ids) - size + 1 :], x) in ngrams}
 
 
-@pytest.mark.parametrize(
-    ("output", "params", "expected"),
-    [
-        ([8, 9, 8], TWICE, None),
-        ([8, 9, 8, 9], TWICE, Stop("repetition")),
-        ([9, 8, 8], TWICE, Stop("repetition")),
-        ([8, 9, 1, 8, 9, 1], TWICE, None),  # the pattern has three tokens
-        ([STOP_ID], TWICE, None),  # the prompt ends with it, and does not count
-        ([8, 8], TWICE | {"min_tokens": 3}, None),
-        ([9, 8, 8], TWICE | {"min_tokens": 3}, Stop("repetition")),
-        ([8, 8], {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 2, "min_count": 2}}, None),
-        ([8, 9, 8, 9], {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, None),
-        ([8, 9, 1, 8, 9, 5, 5], TWICE, Stop("length")),  # the length before a repetition
-        ([8, 8], {"repetition_detection": {}}, None),
-    ],
-)
+ENDS = [
+    ([8, 9, 8], TWICE, None),
+    ([8, 9, 8, 9], TWICE, Stop("repetition")),
+    ([9, 8, 8], TWICE, Stop("repetition")),
+    ([8, 9, 1, 8, 9, 1], TWICE, None),  # the pattern has three tokens
+    ([STOP_ID], TWICE, None),  # the prompt ends with it, and does not count
+    ([8, 8], TWICE | {"min_tokens": 3}, None),
+    ([9, 8, 8], TWICE | {"min_tokens": 3}, Stop("repetition")),
+    ([8, 8], {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 2, "min_count": 2}}, None),
+    ([8, 9, 8, 9], {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, None),
+    ([8, 9, 1, 8, 9, 5, 5], TWICE, Stop("length")),  # the length before a repetition
+    ([8, 8], {"repetition_detection": {}}, None),
+]
+
+
+@pytest.mark.parametrize(("output", "params", "expected"), ENDS, ids=str)
 def test_a_pattern_in_a_row_ends_the_answer_last_of_all(output, params, expected):
-    constraints = constraints_of(**params)
-    seq = Sequence("r", [OTHER, STOP_ID], SamplingParams(**params), 0, 9, frozenset([EOS]), constraints=constraints)
+    seq = Sequence("r", [OTHER, STOP_ID], SamplingParams(**params), 0, 9, {EOS}, constraints=constraints_of(**params))
     request = Request([seq], None, None)
     for token_id in output:
         grow(seq, token_id)
@@ -73,28 +70,25 @@ def test_bad_words_of_ids_are_in_the_vocabulary_and_those_of_text_need_a_tokeniz
         constraints_of(bad_words=["a"])
 
 
-@pytest.mark.parametrize(
-    ("size", "token_ids", "banned"),
-    [
+def test_ngrams_ban_what_followed_the_last_ids_before():
+    for size, token_ids, banned in (
         (1, [5, 6, 5], {5, 6}),
-        (2, [5, 6, 5], {6}),
         (2, [5, 6, 5, 4, 5], {4, 6}),
         (2, [5, 5, 5], {5}),
         (2, [5, 6], set()),
         (3, [1, 2, 3, 1, 2], {3}),
         (3, [1, 2], set()),  # a suffix, but nothing that it began
-        (4, [1, 1, 1], set()),
         (4, [1, 1, 1, 1], {1}),
-        (4, [1], set()),
         (9, [1], set()),
-    ],
-)
-def test_ngrams_ban_what_followed_the_last_ids_before(size, token_ids, banned):
-    assert NGrams(size).repeated(token_ids) == banned
-    assert completing(token_ids, size) == banned  # the brute force that the tests below trust
+    ):
+        assert NGrams(size).repeated(token_ids) == banned
+        assert completing(token_ids, size) == banned  # the brute force that the test below trusts
+    ngrams = NGrams(2)
+    assert ngrams.repeated([5, 6, 5]) == {6}
+    assert ngrams.repeated([5, 8, 5, 7, 5]) == {6, 7}  # 8 is where 6 was, and not read again
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     token_ids=st.lists(st.integers(0, 4), min_size=1, max_size=40),
     size=st.integers(1, 5),
@@ -108,19 +102,11 @@ def test_ngrams_grown_in_steps_ban_what_a_search_finds_and_a_copy_begins_anew(to
         num += steps.pop()
 
 
-def test_ngrams_read_each_token_once():
-    ngrams = NGrams(2)
-    assert ngrams.repeated([5, 6, 5]) == {6}
-    assert ngrams.repeated([5, 8, 5, 7, 5]) == {6, 7}  # 8 is where 6 was, and not read again
-
-
 def test_a_words_forms_are_all_that_the_tokenizer_writes_at_a_word_boundary():
     tokenizer = Tokenizer.load(BUNDLED / "tiny-qwen3")
     spellings = spellings_of(" kind", tokenizer)  # a space before it is not a part of the word
     assert spellings == spellings_of("kind", tokenizer)
-    assert len(spellings) == len(set(spellings))
-    written = {tuple(tokenizer.encode(text)) for text in ("kind", " kind")}
-    assert written == set(spellings)
+    assert sorted(spellings) == sorted({tuple(tokenizer.encode(text)) for text in ("kind", " kind")})
     for before in ("a", "a\n", "was", '"', "Hello,"):
         for space in ("", " ") if not before.isalpha() else (" ",):
             ids = tokenizer.encode(before + space + "kind")

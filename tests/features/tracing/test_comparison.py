@@ -32,21 +32,31 @@ def tokens_of(recorder, sequence_id):
     return {event.position: event for event in recorder.of(TokenAppended) if event.sequence_id == sequence_id}
 
 
+def different_positions(first, second, name):
+    left, right = tokens_of(first, name), tokens_of(second, name)
+    return [position for position in left if left[position].token_id != right[position].token_id]
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return record()
+
+
 @pytest.fixture
 def show(browser, tmp_path):
     """show(a, b): the comparison of two recorders, with its two frames. At the end: nothing was requested, no complaint."""
-    contexts, complaints, requests = [], [], []
+    complaints, requests = [], []
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    context.set_default_timeout(120_000)
+    address = (tmp_path / "page.html").as_uri()
 
-    def open_page(first, second, **options):
+    def open_page(first, second):
         first.to_comparison(tmp_path / "page.html", second, names=("first", "<b>second"))
-        context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}} | options)
-        context.set_default_timeout(120_000)
-        contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto((tmp_path / "page.html").as_uri())
+        page.goto(address)
         frames = [handle.content_frame() for handle in page.query_selector_all("iframe")]
         for frame in frames:
             while not frame.evaluate("typeof now === 'object' && Boolean(now.step)"):
@@ -54,12 +64,9 @@ def show(browser, tmp_path):
         return SimpleNamespace(page=page, frames=frames)
 
     yield open_page
-    for context in contexts:
-        context.close()
+    context.close()
     assert complaints == []
-    assert [url for url in requests if not url.startswith("about:srcdoc")] == [(tmp_path / "page.html").as_uri()] * len(
-        contexts
-    )
+    assert {url for url in requests if not url.startswith("about:srcdoc")} == {address}
 
 
 def selected(frame):
@@ -75,8 +82,8 @@ def until(shown, expected, frame):
     assert selected(shown.frames[frame]) == expected
 
 
-def test_a_batch_beside_the_same_prompts_one_at_a_time(show):
-    batch, alone = record(), record(max_num_seqs=1)
+def test_a_batch_beside_the_same_prompts_one_at_a_time(show, batch):
+    alone = record(max_num_seqs=1)
     shown = show(batch, alone)
     assert len(batch.of(StepScheduled)) < len(alone.of(StepScheduled)) / 3
     assert [frame.locator(".differs").count() for frame in shown.frames] == [0, 0]  # a seed's tokens, in any batch
@@ -86,10 +93,8 @@ def test_a_batch_beside_the_same_prompts_one_at_a_time(show):
     shown.frames[0].locator("#requests button.owner", has_text=re.compile("^2$")).click()
     shown.frames[0].evaluate("goTo(4)")
     until(shown, (4, "2", position), 0)
-    number = next(
-        i for i, event in enumerate(alone.of(TokenAppended)) if (event.sequence_id, event.position) == ("2", position)
-    )
-    until(shown, (number, "2", position), 1)  # alone, every step draws one token
+    appended = [(event.sequence_id, event.position) for event in alone.of(TokenAppended)]
+    until(shown, (appended.index(("2", position)), "2", position), 1)  # alone, every step draws one token
     shown.frames[1].locator(".drawn-token >> nth=3").click()  # and back: a token of sequence 0
     until(shown, (3, "0", len(batch.of(RequestAdded)[0].prompt_token_ids) + 3), 0)
     # Aligned by step
@@ -98,52 +103,44 @@ def test_a_batch_beside_the_same_prompts_one_at_a_time(show):
     until(shown, (7, "0", len(batch.of(RequestAdded)[0].prompt_token_ids) + 7), 1)
 
 
-def test_a_chunked_prompt_is_aligned_by_what_was_computed(show):
-    whole, chunked = record(), record(chunk_size=8, max_num_batched_tokens=16)
-    shown = show(whole, chunked)
-    num_prompt = len(whole.of(RequestAdded)[0].prompt_token_ids)
+def test_a_chunked_prompt_is_aligned_by_what_was_computed(show, batch):
+    chunked = record(chunk_size=8, max_num_batched_tokens=16)
+    shown = show(batch, chunked)
+    num_prompt = len(batch.of(RequestAdded)[0].prompt_token_ids)
     shown.frames[0].locator("#requests button.owner", has_text=re.compile("^0$")).click()
     shown.frames[0].evaluate("goTo(0)")
-    last = next(
-        i for i, step in enumerate(chunked.of(StepScheduled)) if i and "0" in step.sequence_ids and i >= num_prompt // 8
-    )
+    steps = enumerate(chunked.of(StepScheduled))
+    last = next(i for i, step in steps if i and "0" in step.sequence_ids and i >= num_prompt // 8)
     until(shown, (last, "0", num_prompt), 1)  # the last of the chunks, which draws the same token
     shown.frames[1].evaluate("goTo(1, run.sequences.get('0'))")
     until(shown, (0, "0", num_prompt), 0)  # the one step that computed it
 
 
-def test_tokens_that_differ_are_marked_in_both_runs(show):
+def test_it_opens_at_the_first_token_that_differs_and_marks_all_of_them_in_both_runs(show):
     cold, warm = record(temperature=0.7, n=2), record(temperature=1.5, n=2)
     shown = show(cold, warm)
-    firsts = {}
-    for name in sorted({event.sequence_id for event in cold.of(TokenAppended)}):
-        left, right = tokens_of(cold, name), tokens_of(warm, name)
-        different = [position for position in left if left[position].token_id != right[position].token_id]
-        for frame, other in zip(shown.frames, (right, left), strict=True):
-            marked = "id => run.sequences.get(id).tokens.filter(t => otherText(t) !== undefined).map(t => t.position)"
-            assert frame.evaluate(marked, name) == different
-            if different:
-                firsts[name] = different[0]
-                frame.evaluate(
-                    "([id, at]) => { const s = run.sequences.get(id), t = s.byPosition.get(at); goTo(t.step.index, s, t); }",
-                    [name, different[0]],
-                )
-                text = other[different[0]].token.replace(" ", "␣")
-                assert f"The other run has “{text}” here." in frame.inner_text("#explanation")
-    assert len(firsts) > 3  # so the marks were seen
-
-
-def test_it_opens_at_the_first_token_that_differs(show):
-    cold, warm = record(temperature=0.7), record(temperature=1.5)
-    shown = show(cold, warm)
-    for name in [event.request_id for event in cold.of(RequestAdded)]:
-        left, right = tokens_of(cold, name), tokens_of(warm, name)
-        different = [position for position in left if left[position].token_id != right[position].token_id]
-        if different:
-            break
+    names = sorted({event.sequence_id for event in cold.of(TokenAppended)})
+    firsts = {name: positions[0] for name in names if (positions := different_positions(cold, warm, name))}
+    assert len(firsts) > 3  # so the marks are seen
+    name, first = next(iter(firsts.items()))
     for side, recorder in enumerate((cold, warm)):
         step = next(i for i, event in enumerate(recorder.of(StepScheduled)) if name in event.sequence_ids)
-        until(shown, (step + different[0] - min(left), name, different[0]), side)
+        until(shown, (step + first - min(tokens_of(cold, name)), name, first), side)
+    marked = "id => run.sequences.get(id).tokens.filter(t => otherText(t) !== undefined).map(t => t.position)"
+    select = "([id, at]) => { const s = run.sequences.get(id), t = s.byPosition.get(at); goTo(t.step.index, s, t); }"
+    for frame, other in zip(shown.frames, (warm, cold), strict=True):
+        for name in names:
+            assert frame.evaluate(marked, name) == different_positions(cold, warm, name)
+        for name, first in firsts.items():
+            frame.evaluate(select, [name, first])
+            text = tokens_of(other, name)[first].token.replace(" ", "␣")
+            assert f"The other run has “{text}” here." in frame.inner_text("#explanation")
+    for scheme in ("light", "dark"):
+        shown.page.emulate_media(color_scheme=scheme)
+        for frame, least in ((shown.page, 5), *((frame, 100) for frame in shown.frames)):
+            count, poor = frame.evaluate(POOR_CONTRASTS)
+            assert count >= least
+            assert poor == []
 
 
 def test_answers_to_different_prompts_are_not_compared(show):
@@ -156,16 +153,7 @@ def test_answers_to_different_prompts_are_not_compared(show):
     assert selected(shown.frames[1])[1] != "0"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_has_enough_contrast(show, scheme):
-    shown = show(record(temperature=0.7), record(temperature=1.5), color_scheme=scheme)
-    for frame, least in ((shown.page, 5), *((frame, 100) for frame in shown.frames)):
-        count, poor = frame.evaluate(POOR_CONTRASTS)
-        assert count >= least
-        assert poor == []
-
-
-def test_an_empty_recorder_is_refused(tmp_path):
+def test_an_empty_recorder_is_refused(batch, tmp_path):
     with pytest.raises(InvalidValueError, match="no step of generate"):
-        record().to_comparison(tmp_path / "page.html", Recorder())
+        batch.to_comparison(tmp_path / "page.html", Recorder())
     assert not (tmp_path / "page.html").exists()

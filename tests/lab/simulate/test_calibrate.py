@@ -57,9 +57,8 @@ def test_a_file_of_another_form_is_refused(tmp_path):
         with pytest.raises(InvalidValueError, match=r"other.json must be what `nanoinfer bench serve --json` printed"):
             read_runs(path)
     report(path, FEW)
-    path.write_text(
-        path.read_text(encoding="utf-8").replace('"num_output_tokens": 9', '"num_output_tokens": 8'), encoding="utf-8"
-    )
+    wrong = path.read_text(encoding="utf-8").replace('"num_output_tokens": 9', '"num_output_tokens": 8')
+    path.write_text(wrong, encoding="utf-8")
     with pytest.raises(InvalidValueError, match="an answer has 8 tokens instead of 9"):
         read_runs(path)
 

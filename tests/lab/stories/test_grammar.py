@@ -29,26 +29,21 @@ def grammar():
     return Grammar(RULES, CAST)
 
 
-@pytest.mark.parametrize(
-    ("text", "probability"),
-    [
+def test_the_probability_of_a_text_is_the_product_of_its_choices(grammar):
+    for text, probability in (
         ("Ann saw an owl.", FIRST / 3 * FIRST),
         ("Bob saw a big red bee.", FIRST / 3 * SECOND * FIRST),
         ("Bob saw a big blue bee.", FIRST / 3 * SECOND * SECOND),
         ("Cleo and bob ran, and cleo fell.", SECOND / 3 / 2),
-    ],
-)
-def test_the_probability_of_a_text_is_the_product_of_its_choices(grammar, text, probability):
-    reading = grammar.read(text, "start")
-    assert math.exp(reading.log_prob) == pytest.approx(probability)
-    assert math.exp(reading.log_prob_of_beginning) == pytest.approx(probability)
-    assert reading.is_complete
-    assert (reading.num_chars, reading.expected) == (len(text), ())
+    ):
+        reading = grammar.read(text, "start")
+        assert math.exp(reading.log_prob) == math.exp(reading.log_prob_of_beginning) == pytest.approx(probability)
+        assert (reading.is_complete, reading.num_chars, reading.expected) == (True, len(text), ())
 
 
 def test_the_probabilities_of_all_texts_sum_to_one_and_are_the_frequencies_of_writing(grammar):
     rng = random.Random(0)
-    num_texts = 20_000
+    num_texts = 5_000
     written = [grammar.write(rng, "start") for _ in range(num_texts)]
     texts = set(written)
     assert len(texts) == 3 * 3 + 3 * 2
@@ -72,13 +67,11 @@ def test_a_text_with_two_derivations_has_the_sum_of_both():
         ("Ann saw a owl.", 10, ("big",)),
         ("Ann saw the owl.", 8, ("a", "an")),
         ("Ann saw an owl", 14, ("owl.",)),
-        ("Ann saw an owl!", 14, ("owl.",)),
         ("Ann saw a big red dog.", 18, ("bee",)),
         ("Ann saw an owl. ", 15, ("owl.",)),
         ("Ann and bob ran, and bob fell.", 21, ("ann",)),
         ("Ann and ann ran, and ann fell.", 8, ("bob", "cleo")),
         ("Dora ran.", 0, ("Ann", "Bob", "Cleo")),
-        ("", 0, ("Ann", "Bob", "Cleo")),
     ],
 )
 def test_a_reading_finds_where_a_text_leaves_the_grammar_and_what_was_expected(grammar, text, num_chars, expected):
@@ -92,6 +85,7 @@ def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
     assert math.exp(grammar.read("Ann saw an", "start").log_prob_of_beginning) == pytest.approx(FIRST / 3 * FIRST)
     assert grammar.read("Ann sat", "start").log_prob_of_beginning == -math.inf
     assert grammar.read("", "start").log_prob_of_beginning == pytest.approx(0)
+    assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
 
 
 def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
@@ -100,10 +94,6 @@ def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
     assert math.exp(grammar.read("Bob saw an owl.", "start", known).log_prob) == pytest.approx(FIRST * FIRST)
     assert grammar.read("Ann saw an owl.", "start", known).expected == ("Bob",)
     assert known == {"who": "bob"}
-
-
-def test_a_reading_remembers_the_cast(grammar):
-    assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +110,7 @@ def test_an_invalid_rule_is_refused(rules, message):
         Grammar(rules, CAST)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_after_any_beginning_of_a_story_the_probabilities_of_the_next_characters_sum_to_one(seed):
     rng = random.Random(seed)
     story = stories.write(rng)

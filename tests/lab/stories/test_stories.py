@@ -9,19 +9,8 @@ from transformers import AutoTokenizer
 
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer_lab import stories
-from nanoinfer_lab.stories import RULES
 
-MANY = 1000
-FUNCTION_WORDS = set(
-    """a about after again all almost alone along also always among an and any anyone are as ask asked at away back be because
-    been before began behind belongs below beside best better between both but by call called came can could day did do down
-    else even every everyone everything for from full further get give given go got had has have he her here hers herself him
-    himself his how i if in inside into is it just last let like long look lot made may me more most must my near never new next
-    no nobody not nothing now of off often on once one only or other our out over own put said same see she should since so some
-    somebody something soon still stood such than that the their them then there these they thing this those three through to
-    together told too took two under until up us very was we went were what when where which while who whose why will with
-    without would yes you your""".split()
-)
+MANY = 400
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +43,7 @@ def test_the_hero_returns_by_name_60_or_more_tokens_later_and_has_the_last_name(
 
 def test_a_story_fits_into_the_200_new_tokens_of_the_generation_config(some_stories, tokenizer):
     lengths = [len(tokenizer.encode(story)) for story in some_stories]
-    assert max(lengths) < 180  # 1000 stories do not hold the longest one
+    assert max(lengths) < 180  # these stories do not hold the longest one
     assert min(lengths) > 60
 
 
@@ -67,13 +56,6 @@ def test_until_the_friend_comes_every_pronoun_is_the_heros(some_stories):
         sentences = re.split(r"(?<=[.!?])", beginning)[:-1]  # the friend's own may begin with the friend's pronoun
         words = set(re.findall(r"\w+", " ".join(sentences).lower()))
         assert not words & others[stories.HEROES[names[0][0]].he], story
-
-
-def test_hero_and_friend_never_share_a_pronoun():
-    rng = random.Random(3)
-    for _ in range(100):
-        memory = stories.read(stories.write(rng)).memory
-        assert {memory["hero"].he, memory["friend"].he} == {"she", "he"}
 
 
 @pytest.mark.slow
@@ -94,27 +76,12 @@ def test_a_gift_is_found_with_the_one_who_got_it_and_with_nobody_else(some_stori
     assert found > MANY / 20
 
 
-def test_the_words_are_many_and_every_rule_is_used(some_stories):
-    words = {word for story in some_stories for word in re.findall("[a-z]+", story.lower())}
-    names = {name.lower() for name in stories.HEROES}
-    assert len(words - FUNCTION_WORDS - names) >= 300
-    rules = " ".join(RULES.values()).lower()
-    assert [
-        name for name in RULES if name not in ("story", "tale", "question") and not re.search(rf"\{{(a )?{name}[.}}]", rules)
-    ] == []
-
-
 def test_an_article_fits_the_word_after_it(some_stories):
     for story in some_stories:
         wrong = re.search(
             r"\b[Aa] [aeiou]\w+|\b[Aa]n [^aeiou]\w+", story.replace("an honest", "a kind").replace("An honest", "A kind")
         )
         assert wrong is None, wrong
-
-
-def test_an_unknown_hero_is_refused():
-    with pytest.raises(ValueError, match="no story is about 'Bob'; the heroes are Lily, Anna"):
-        stories.write(random.Random(1), "Bob")
 
 
 def test_the_numbers_add_up():
@@ -135,6 +102,8 @@ def test_a_story_about_a_given_hero_is_more_likely_by_the_choice_of_the_name():
     # There are 24 names, all equally likely.
     assert stories.read(story, "Felix").log_prob - stories.read(story).log_prob == pytest.approx(math.log(24))
     assert not stories.read(story, "Lily").is_complete
+    with pytest.raises(ValueError, match="no story is about 'Bob'; the heroes are Lily, Anna"):
+        stories.write(random.Random(1), "Bob")
 
 
 def test_a_wrong_name_late_in_a_story_is_found():
