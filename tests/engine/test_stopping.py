@@ -171,25 +171,6 @@ def test_a_place_of_the_text_that_has_failed_is_not_compared_again(stops, text):
     assert 0 < CountedStop.num_compared <= len(stops) * (len(text) + num_pieces)
 
 
-def test_a_long_stop_string_is_searched_only_where_enough_text_is_held():
-    searched = []
-
-    class CountedText(str):
-        def __add__(self, other):
-            return CountedText(str(self) + other)
-
-        def find(self, stop, start=0):
-            searched.append(max(len(self) - start, 0))
-            return super().find(stop, start)
-
-    strings = StopStrings(["x" * 2000])
-    strings.text = CountedText()
-    for piece in ["the text has none of it "] * 100:
-        assert strings.push(piece) is None
-        strings.release()
-    assert 0 < sum(searched) <= 2 * len(strings.text)
-
-
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():
     class Forgetful(StopStrings):
         def push(self, piece, *, examine=True):

@@ -24,7 +24,6 @@ from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.models import registry
-from nanoinfer.models.rope import RopeConfig
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -84,65 +83,31 @@ _ROPES = [
 
 # field -> the values that variants of a file have
 VALUES = {
-    "vocab_size": [64, 130],
-    "hidden_size": [32, 64],
-    "intermediate_size": [40, 128],
-    "num_hidden_layers": [1, 4],
-    "num_attention_heads": [2, 6, 8],
-    "num_key_value_heads": [1, 2, 4, None, ABSENT],
-    "head_dim": [8, 24, None, ABSENT],
-    "max_position_embeddings": [1, 64, 121, 4096, 0, -5],
-    "rms_norm_eps": [1e-2, 1e-8, 0.5, -1.0, 1e300, ABSENT],
-    "layer_norm_epsilon": [1e-2, 1e-8, 0.5, -1.0, 1e300, ABSENT],
-    "tie_word_embeddings": [True, False, ABSENT],
-    "rope_parameters": [*_ROPES, None, {}, ABSENT],
-    "rope_scaling": [*_ROPES, None, {}],
-    "rope_theta": [100.0, 5e5, 1e6],
-    "rope_local_base_freq": [300.0],
-    "partial_rotary_factor": [0.5, 1.0, 0.25],
-    "original_max_position_embeddings": [16, 64],
+    "vocab_size": [64, 130], "hidden_size": [32, 64], "intermediate_size": [40, 128], "num_hidden_layers": [1, 4],
+    "num_attention_heads": [2, 6, 8], "num_key_value_heads": [1, 2, 4, None, ABSENT], "head_dim": [8, 24, None, ABSENT],
+    "max_position_embeddings": [1, 64, 121, 4096, 0, -5], "rms_norm_eps": [1e-2, 1e-8, 0.5, -1.0, 1e300, ABSENT],
+    "layer_norm_epsilon": [1e-2, 1e-8, 0.5, -1.0, 1e300, ABSENT], "tie_word_embeddings": [True, False, ABSENT],
+    "rope_parameters": [*_ROPES, None, {}, ABSENT], "rope_scaling": [*_ROPES, None, {}], "rope_theta": [100.0, 5e5, 1e6],
+    "rope_local_base_freq": [300.0], "partial_rotary_factor": [0.5, 1.0, 0.25], "original_max_position_embeddings": [16, 64],
     "hidden_act": ["gelu", "relu", "swish", "silu", "gelu_pytorch_tanh"],
     "hidden_activation": ["gelu", "silu", "gelu_pytorch_tanh", ABSENT],
     "activation_function": ["gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", ABSENT],
-    "attention_bias": [True, False, ABSENT],
-    "mlp_bias": [True, False],
-    "qkv_bias": [True, False],
-    "use_sliding_window": [True, False, ABSENT],
-    "sliding_window": [1, 16, 100, 128, 4096, None, ABSENT],
+    "attention_bias": [True, False, ABSENT], "mlp_bias": [True, False], "qkv_bias": [True, False],
+    "use_sliding_window": [True, False, ABSENT], "sliding_window": [1, 16, 100, 128, 4096, None, ABSENT],
     "max_window_layers": [0, 1, 28, ABSENT],
     "layer_types": [None, ABSENT, ["full_attention"] * 3, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]],
-    "sliding_window_pattern": [1, 2, 6],
-    "full_attention_interval": [1, 2, 3],
-    "query_pre_attn_scalar": [16, 100, ABSENT, 0, -4],
-    "attn_logit_softcapping": [30.0, None],
-    "final_logit_softcapping": [20.0, None],
-    "use_bidirectional_attention": [True, False, None],
-    "is_causal": [True, False],
-    "per_layer_config": [{"0": {"hidden_size": 32}}, {"1": {"num_key_value_heads": 1}}],
-    "num_experts": [6, 12],
-    "num_local_experts": [6, 12],
-    "num_experts_per_tok": [1, 4, 99],
-    "moe_intermediate_size": [16],
-    "shared_expert_intermediate_size": [40],
-    "norm_topk_prob": [True, False, ABSENT],
-    "decoder_sparse_step": [1, 2, 3],
-    "mlp_only_layers": [[], [0], [1], None, ABSENT],
-    "swiglu_alpha": [0.5, 3.0, ABSENT],
-    "swiglu_limit": [0.3, 5.0, ABSENT],
-    "linear_conv_kernel_dim": [2, 3],
-    "linear_key_head_dim": [8, 16],
-    "linear_value_head_dim": [12, 16],
-    "linear_num_key_heads": [1, 4],
-    "linear_num_value_heads": [2, 8],
-    "n_positions": [121, 200],
-    "n_embd": [32, 96],
-    "n_layer": [1, 3],
-    "n_head": [2, 6],
-    "n_inner": [60, None, ABSENT],
-    "scale_attn_weights": [True, False],
-    "scale_attn_by_inverse_layer_idx": [True, False],
-    "add_cross_attention": [True, False],
-}
+    "sliding_window_pattern": [1, 2, 6], "full_attention_interval": [1, 2, 3],
+    "query_pre_attn_scalar": [16, 100, ABSENT, 0, -4], "attn_logit_softcapping": [30.0, None],
+    "final_logit_softcapping": [20.0, None], "use_bidirectional_attention": [True, False, None], "is_causal": [True, False],
+    "per_layer_config": [{"0": {"hidden_size": 32}}, {"1": {"num_key_value_heads": 1}}], "num_experts": [6, 12],
+    "num_local_experts": [6, 12], "num_experts_per_tok": [1, 4, 99], "moe_intermediate_size": [16],
+    "shared_expert_intermediate_size": [40], "norm_topk_prob": [True, False, ABSENT], "decoder_sparse_step": [1, 2, 3],
+    "mlp_only_layers": [[], [0], [1], None, ABSENT], "swiglu_alpha": [0.5, 3.0, ABSENT], "swiglu_limit": [0.3, 5.0, ABSENT],
+    "linear_conv_kernel_dim": [2, 3], "linear_key_head_dim": [8, 16], "linear_value_head_dim": [12, 16],
+    "linear_num_key_heads": [1, 4], "linear_num_value_heads": [2, 8], "n_positions": [121, 200], "n_embd": [32, 96],
+    "n_layer": [1, 3], "n_head": [2, 6], "n_inner": [60, None, ABSENT], "scale_attn_weights": [True, False],
+    "scale_attn_by_inverse_layer_idx": [True, False], "add_cross_attention": [True, False],
+}  # fmt: skip
 
 # why a field changes no logits -> its name, and another value than a file usually has
 WITHOUT_EFFECT: dict[str, dict[str, object]] = {
@@ -371,7 +336,6 @@ def test_a_hundred_variants_of_config_json_give_transformers_logits_or_are_refus
 @pytest.mark.parametrize(
     ("architecture", "read_differently"),
     [
-        ("LlamaForCausalLM", {"rope": RopeConfig(2e4)}),
         ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}),
         ("GPT2LMHeadModel", {"layer_norm_epsilon": 1e-2}),
     ],

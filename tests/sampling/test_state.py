@@ -9,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
-from nanoinfer.config import SchedulerConfig
 from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.state import SamplingState, TokenCounts
-from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.growing import grow
-from tests.helpers.told import Told
 
 
 def sequence(prompt, output=(), **params):
@@ -94,29 +90,6 @@ def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
     assert SamplingState.of(one) is state
     assert known(SamplingState.of(one)) == {1: 0, 2: 0, 3: 1}
     assert known(SamplingState.of(other)) == {1: 0, 2: 0}
-
-
-def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
-    """Blocks for one and a half sequences: the scheduler preempts the younger one, and recomputes it later."""
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4)
-    scheduler = Scheduler(config, BlockManager(7, 2), Told())
-    sequences = [sequence([i, 1, 2], frequency_penalty=1) for i in (3, 4)]
-    for i, seq in enumerate(sequences):
-        seq.request_id, seq.max_num_tokens = str(i), 10
-        scheduler.add(seq)
-    num_left = 2
-    while num_left:
-        plan = scheduler.schedule()
-        scheduler.commit(plan)
-        for seq, _ in plan.rows:
-            state = SamplingState.of(seq)
-            assert known(state) == recount(seq)
-            scheduler.append(seq, 1 + len(seq.token_ids) % 3)
-            if len(seq.token_ids) == 10:
-                scheduler.finish(seq)
-                num_left -= 1
-    assert sequences[1] in scheduler.observer.preempted
-    assert sum(sequences[1].sampling_state.token_counts.output_counts) == 6  # the 7th was not read any more
 
 
 # ---- the cost and the entries of a step

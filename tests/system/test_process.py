@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,28 +153,6 @@ def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_t
     assert answers == [expected] * 4
     assert in_child == [1, 3]
     assert (afterwards, num_threads) == (expected, 2)  # the first process goes on in two threads
-
-
-# A call that changes the process -> the files that make it, besides those that own their process.
-EFFECTS = {
-    r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
-    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
-    r"\bset_device\(": {"system/process.py"},
-    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "nanoinfer_course/learn/check.py"},
-    r"set_num_threads\(": {"features/distributed/launch.py", "system/process.py"},
-    r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
-    r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
-    r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
-}
-OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "features/distributed/worker.py")
-
-
-def test_no_other_file_changes_the_process():
-    paths = PACKAGE.parent.glob("nanoinfer*/**/*.py")
-    files = {path.relative_to(PACKAGE.parent).as_posix().removeprefix("nanoinfer/"): path.read_text("utf-8") for path in paths}
-    for call, expected in EFFECTS.items():
-        found = {name for name, text in files.items() if re.search(call, text) and not name.startswith(OWN_THEIR_PROCESS)}
-        assert found <= expected, call
 
 
 # What an import can change, by its name. nanoinfer is imported after everything that it imports from elsewhere, which a forked
