@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,9 +38,14 @@ def allocator(monkeypatch, accepted):
 
 @pytest.mark.parametrize(
     ("cpu_max", "given", "num_threads"),
-    [("200000 100000", None, 2), ("150000 100000", None, 1), ("50000 100000", None, 1), ("max 100000", None, 3),
-     ("900000 100000", None, 3), ("200000 100000", "3", 3), (None, None, 3)],
-)  # fmt: skip
+    [
+        ("200000 100000", None, 2),
+        ("50000 100000", None, 1),
+        ("max 100000", None, 3),
+        ("200000 100000", "3", 3),
+        (None, None, 3),
+    ],
+)
 def test_torch_uses_no_more_threads_than_the_container_may_use_cpus(monkeypatch, caplog, cpu_max, given, num_threads):
     def read_text(path):
         assert str(path) == "/sys/fs/cgroup/cpu.max"
@@ -151,28 +155,6 @@ def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_t
     assert (afterwards, num_threads) == (expected, 2)  # the first process goes on in two threads
 
 
-# A call that changes the process -> the files that make it, besides those that own their process.
-EFFECTS = {
-    r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
-    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
-    r"\bset_device\(": {"system/process.py"},
-    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "nanoinfer_course/learn/check.py"},
-    r"set_num_threads\(": {"features/distributed/launch.py", "system/process.py"},
-    r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
-    r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
-    r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
-}
-OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "features/distributed/worker.py")
-
-
-def test_no_other_file_changes_the_process():
-    paths = PACKAGE.parent.glob("nanoinfer*/**/*.py")
-    files = {path.relative_to(PACKAGE.parent).as_posix().removeprefix("nanoinfer/"): path.read_text("utf-8") for path in paths}
-    for call, expected in EFFECTS.items():
-        found = {name for name, text in files.items() if re.search(call, text) and not name.startswith(OWN_THEIR_PROCESS)}
-        assert found <= expected, call
-
-
 # What an import can change, by its name. nanoinfer is imported after everything that it imports from elsewhere, which a forked
 # process finds out. Then modules that break the promise are imported, one for each line of argv[1].
 _IMPORTS = """
@@ -271,15 +253,3 @@ def test_importing_any_module_changes_nothing_of_the_process():
     assert own == []
     assert num_modules > 100
     assert [line for (line, name), found in zip(_INJECTED.items(), injected, strict=True) if name not in found] == []
-
-
-@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="reads /proc")
-def test_mapped_files_are_counted_whatever_the_processs_name_is():
-    """Ray names its actors "ray::ServeReplica:..."."""
-    comm = Path("/proc/self/comm")
-    before = comm.read_text()
-    try:
-        comm.write_text("ray::a:b")
-        assert process.mapped_file_bytes() > 0
-    finally:
-        comm.write_text(before)
