@@ -14,15 +14,6 @@ def run(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
-def test_a_short_h_is_help_and_a_group_without_a_command_is_its_help():
-    for command in ((), ("generate",), ("serve",), ("bench", "serve")):
-        assert run(*command, "-h").stdout == run(*command, "--help").stdout != ""
-    for group in ((), ("bench",)):
-        result = run(*group)
-        assert result.output.startswith("Usage: ")
-        assert "error" not in result.output
-
-
 def every_command(command, *words):
     """The words of each command and group, and the command."""
     yield words, command
