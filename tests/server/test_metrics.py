@@ -43,13 +43,8 @@ def test_requests_are_counted(server):
             assert after[f"nanoinfer:{name}_count", None] == metric.count
             assert after[f"nanoinfer:{name}_sum", None] == pytest.approx(metric.sum)
     assert (grown("request_success_total", "length"), grown("request_success_total", "error")) == (4, 0)
-    for name in (
-        "time_to_first_token",
-        "e2e_request_latency",
-        "request_queue_time",
-        "request_prefill_time",
-        "request_decode_time",
-    ):
+    times = ("time_to_first_token", "e2e_request_latency", *(f"request_{part}_time" for part in ("queue", "prefill", "decode")))
+    for name in times:
         assert grown(f"{name}_seconds_count") == 2
     assert grown("inter_token_latency_seconds_count") == 16, "4 after the first token of each of 4 answers"
     parts = sum(grown(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))

@@ -73,10 +73,8 @@ def test_the_tensors_of_a_file_replace_weights_and_what_does_not_fit_changes_not
     trained = load_file(folder + "/model.safetensors")
     server.async_llm.llm.update_weights(load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors").items())
     version, own = server.async_llm.engine.weights_version, token_ids(server)
-    for content, words in (
-        (b"not a file of tensors", "truncated or corrupted"),
-        (save({name: trained[name][:-1]}), "misshaped"),
-    ):
+    cut = save({name: trained[name][:-1]})
+    for content, words in ((b"not a file of tensors", "truncated or corrupted"), (cut, "misshaped")):
         file.write_bytes(content)
         response = server.post("/update_weights", {"path": str(file)})
         assert (response.status_code, words in response.text) == (400, True), response.text
