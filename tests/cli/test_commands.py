@@ -33,6 +33,8 @@ def test_help_has_at_most_40_lines_and_an_example_and_help_all_has_every_option(
         assert f"Examples:\n  nanoinfer {words[0] if words else 'generate'}" in text, words
         names = [name for param in command.params for name in param.opts if name.startswith("-")]
         assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", whole)] == [], words
+    assert run("generate", "-h").stdout == run("generate", "--help").stdout
+    assert run("bench").output.startswith("Usage: ")  # a group without a command
 
 
 @pytest.mark.parametrize(

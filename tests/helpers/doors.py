@@ -40,6 +40,12 @@ def post(server, path, body):
     return response.json()
 
 
+def num_cached(usage):
+    """The number of cached tokens, wherever an API tells it."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
 def without_ids(reply):
     """What is the same in two equal replies: ids, times and numbers of cached tokens are not."""
     if isinstance(reply, list):
