@@ -59,10 +59,10 @@ def without_ids(reply):
 def ask(server, door, *question, **asked):
     """The Reply to a question, whose stream is compared with it."""
     body = door.body(*question, **asked)
-    return compared_with_its_stream(server, door, body, post(server, door.path, body))
+    return check_stream(server, door, body, post(server, door.path, body))
 
 
-def compared_with_its_stream(server, door, body, whole):
+def check_stream(server, door, body, whole):
     """The Reply that a whole answer is. The same body is sent again, for a stream, which must add up to it."""
     reply = door.read(whole)
     has_usage = {"stream_options": {"include_usage": True}} if door in (Completions, Chat) else {}

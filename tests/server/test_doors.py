@@ -15,18 +15,7 @@ import nanoinfer.llm
 from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.cli.main import app as commands
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
-from tests.helpers.doors import (
-    CHATS,
-    Chat,
-    Completions,
-    Messages,
-    Responses,
-    ask,
-    compared_with_its_stream,
-    num_cached,
-    post,
-    without_ids,
-)
+from tests.helpers.doors import CHATS, Chat, Completions, Messages, Responses, ask, check_stream, num_cached, post, without_ids
 from tests.helpers.tool_cases import TOOLS, check_call
 from tests.server.test_batch import request, results, run, write_requests
 
@@ -256,7 +245,7 @@ def test_a_conversation_with_calls_is_rendered_and_counted_alike_at_every_api(to
     for door, conversation in ((Chat, {"messages": CONVERSATION}), (Messages, blocks), (Responses, items)):
         body = door.body("", max_tokens=1, seed=1, functions=functions, cache_salt=door.path) | conversation
         whole = post(tool_server, door.path, body)
-        assert compared_with_its_stream(tool_server, door, body, whole).num_prompt_tokens == num_tokens, door
+        assert check_stream(tool_server, door, body, whole).num_prompt_tokens == num_tokens, door
         assert num_cached(whole["usage"]) == 0
         assert num_cached(post(tool_server, door.path, body)["usage"]) > num_tokens // 2
         if door is Messages:
