@@ -708,17 +708,6 @@ def test_without_a_seed_one_is_drawn_and_logged_so_that_the_run_can_be_repeated(
     assert f"seed={seeds[0]})" in repr(llms[0])
 
 
-def test_a_requests_seed_gives_its_tokens_alone_and_in_any_batch(ids_llm):
-    seeded = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=3)
-    alone = answer(ids_llm, [1, 2, 3], seeded).token_ids
-    prompts = [[i] * (i % 7 + 1) for i in range(1, 12)]
-    outputs = generate(ids_llm, [*prompts, [1, 2, 3], *prompts], [HOT] * 11 + [seeded] + [HOT] * 11)
-    assert outputs[11].outputs[0].token_ids == alone
-    other = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=4)
-    assert answer(ids_llm, [1, 2, 3], other).token_ids != alone
-    assert max(alone) < tiny_models.VOCAB_SIZE
-
-
 def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch):
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY)
     finish = llm.engine.scheduler.finish
