@@ -2,22 +2,19 @@
 
     python -m tests.fuzz --requests 2000
     python -m tests.fuzz --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
-    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window
-    python -m tests.fuzz --requests 2000 --part hits --family qwen3 --adapters 8
+    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window --adapters 8
     python -m tests.fuzz --requests 60 --part fast --dtype bfloat16
 
-bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
-        The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
-        Neither prefix hits nor preemptions occur, since those may change bits.
-        With --speculative, requests with drafts and then the same without, in a different order and at different times.
+bits    Requests together and then each alone, on a random model of the width of a small real one: tokens and log-probabilities
+        have the same bits where the engine says so. There are neither prefix hits nor preemptions, which may change bits.
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
         With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
 fast    Greedy and top_k requests with the screened head and with the drafts of each method, and then without: the same tokens,
         and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
         On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
-api     Requests, streams, several answers, beam searches and aborts on engines with random settings, most with too few blocks:
-        every output must keep the rules, and no block may be lost. With batch_invariant, answers must be those of each alone.
+api     Requests, streams, beam searches and aborts in text, on engines with random settings, most with too few blocks: every
+        output keeps the rules, and no block is lost. With batch_invariant, the bits are those of each alone.
 """
 
 import argparse
@@ -29,6 +26,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from itertools import pairwise, product
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,29 +35,35 @@ from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.features.adapters.request import LoRARequest
-from nanoinfer.features.hybrid.sizes import HybridSizes
-from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.loading.config_json import read_config
 from tests.helpers import lora_adapters, tiny_models
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
 
 
+def random_params(rng, **given):
+    """Sampling parameters of which any is likely to change the tokens. Those that are given stay."""
+    params = {
+        "temperature": rng.choice([0.0, 0.7, 1.0, 1.5]),
+        "top_k": rng.choice([0, 0, 1, 5, 40]),
+        "top_p": rng.choice([1.0, 0.9, 0.5]),
+        "min_p": rng.choice([0.0, 0.0, 0.05]),
+        "repetition_penalty": rng.choice([1.0, 1.0, 1.2]),
+        "seed": rng.randrange(2**32),
+        "max_tokens": rng.randrange(1, 13),
+        "logprobs": rng.choice([0, 3]),
+        "detokenize": False,
+    } | given
+    return SamplingParams(**params | ({} if params["temperature"] else {"n": 1}))
+
+
+def random_ids(rng, length, num_ids=tiny_models.VOCAB_SIZE):
+    """A prompt, often of so few ids that the text repeats itself."""
+    num_ids = rng.choice([3, num_ids])
+    return [rng.randrange(num_ids) for _ in range(length)]
+
+
 def random_request(rng):
-    num_ids = rng.choice([3, tiny_models.VOCAB_SIZE])  # few: a text that repeats itself
-    prompt = [rng.randrange(num_ids) for _ in range(rng.choice([1, 2, 3, rng.randrange(1, 131)]))]
-    params = SamplingParams(
-        temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
-        top_k=rng.choice([0, 0, 1, 5, 40]),
-        top_p=rng.choice([1.0, 0.9, 0.5]),
-        min_p=rng.choice([0.0, 0.0, 0.05]),
-        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
-        seed=rng.randrange(2**32),
-        max_tokens=rng.randrange(1, 13),
-        logprobs=rng.choice([0, 3]),
-        detokenize=False,
-    )
-    return prompt, params
+    return random_ids(rng, rng.choice([1, 2, 3, rng.randrange(1, 131)])), random_params(rng)
 
 
 def speculative_config(method, path):
@@ -69,51 +73,12 @@ def speculative_config(method, path):
     return {"method": method, "prompt_lookup_min": 1, "adaptive": False}
 
 
-def answer_of(request):
-    answer = request.output.outputs[0]
-    return answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs or ()]
+def told_by_answer(answer):
+    return answer.token_ids, values_of(answer.logprobs)
 
 
-def run(llm, requests, rng):
-    """The answers, in the requests' order. rng: when they arrive; None is all at once."""
-    waiting, begun = list(reversed(requests)), []
-    while waiting or llm.engine.num_unfinished:
-        num_new = len(waiting) if rng is None else rng.randrange(6)
-        for _ in range(min(num_new, len(waiting), 64 - llm.engine.num_unfinished)):
-            prompt, params = waiting.pop()
-            begun.append(llm.engine.add_request(prompt, params))
-        llm.engine.step()
-    return [answer_of(request) for request in begun]
-
-
-def run_shuffled(llm, requests, rng):
-    """As run, in a random order."""
-    order = rng.sample(range(len(requests)), len(requests))
-    answers = dict(zip(order, run(llm, [requests[i] for i in order], rng), strict=True))
-    return [answers[i] for i in range(len(requests))]
-
-
-def compare_bits(num_requests, rng, given):
-    with tempfile.TemporaryDirectory() as folder:
-        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
-        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
-        llm = plain_llm = LLM(path, enforce_eager=given.enforce_eager, **settings)
-        if given.speculative:
-            speculation = speculative_config(given.speculative, path)
-            llm = LLM(path, enforce_eager=given.enforce_eager, speculative_config=speculation, **settings)
-        requests = [random_request(rng) for _ in range(num_requests)]
-        together = run(llm, requests, rng)
-        if given.speculative:  # alone would take 5 times as long, and the run without --speculative does it
-            expected = run_shuffled(plain_llm, requests, rng)
-        else:
-            expected = [run(plain_llm, [request], None)[0] for request in requests]
-        different = sum(one != other for one, other in zip(together, expected, strict=True))
-        tiny_models.assert_nothing_is_left(llm)
-        promised = "the same bits" if llm.batch_independent else "nothing"
-    print(f"{num_requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
-    if given.speculative:
-        print(llm.engine.planner.counts)
-    return not different or promised == "nothing"
+def values_of(logprobs):
+    return [position and {i: entry.logprob for i, entry in position.items()} for position in logprobs or ()]
 
 
 # ---- fast
@@ -148,20 +113,29 @@ DRAFTS = {
 }
 
 
+def run_shuffled(llm, requests, rng):
+    """The answers, in the requests' order, to requests that arrive in a random order and at random times."""
+    order, begun = rng.sample(range(len(requests)), len(requests)), []
+    while len(begun) < len(order) or llm.engine.num_unfinished:
+        for index in order[len(begun) :][: min(rng.randrange(6), 64 - llm.engine.num_unfinished)]:
+            begun.append(llm.engine.add_request(*requests[index]))
+        llm.engine.step()
+    answers = {index: told_by_answer(request.output.outputs[0]) for index, request in zip(order, begun, strict=True)}
+    return [answers[i] for i in range(len(requests))]
+
+
 def greedy_or_few(rng, num_ids):
-    prompt = [rng.randrange(rng.choice([3, num_ids])) for _ in range(rng.randrange(1, 40))]
-    params = SamplingParams(
+    params = random_params(
+        rng,
         temperature=rng.choice([0.0, 0.7, 1.5]),
         top_k=rng.choice([1, 2, 5, 40, 256]),
         top_p=rng.choice([1.0, 1.0, 0.9]),
-        min_p=rng.choice([0.0, 0.0, 0.05]),
-        seed=rng.randrange(2**32),
+        repetition_penalty=1.0,
         max_tokens=rng.randrange(1, 65),
         ignore_eos=True,
         logprobs=rng.choice([None] * 15 + [0]),  # steps with log-probabilities compute all logits
-        detokenize=False,
     )
-    return prompt, params
+    return random_ids(rng, rng.randrange(1, 40), num_ids), params
 
 
 @contextmanager
@@ -226,96 +200,147 @@ def compare_fast(num_requests, rng, given):
     return not num_different
 
 
-# ---- hits
-
-MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
-NUM_OF_HITS = 50  # requests on an engine
-# The sums differ in their last bits, so that a token may differ where two are nearly as likely.
-MERGED, NOT_MERGED = "with the tokens of the merged model", "with other tokens than the merged model"
+# ---- bits, hits and api
 
 
-def random_prompt(rng, earlier):
-    """A prompt that begins as one of the last ones, which is then among them."""
-    first, num_ids = rng.choice(earlier[-4:]), rng.choice([3, tiny_models.VOCAB_SIZE])
-    shared = first[: rng.choice([MOST_SHARED, rng.randint(0, MOST_SHARED)])]
-    earlier.append(shared + [rng.randrange(num_ids) for _ in range(rng.randint(1, MOST_OWN))])
-    return earlier[-1]
+class Call(NamedTuple):
+    kind: str  # request, stream or beams
+    prompt: list[int] | str
+    params: SamplingParams | BeamSearchParams
+    adapter: LoRARequest | None = None
 
 
-def params_for_hits(rng):
-    if rng.random() < 0.05:
-        return BeamSearchParams(beam_width=rng.choice([2, 3]), max_tokens=rng.randint(1, 10))
-    temperature = rng.choice([0.0, 0.7, 1.5])
-    return SamplingParams(
-        temperature=temperature,
-        n=rng.choice([1, 1, 1, 3]) if temperature else 1,
-        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
-        seed=rng.randrange(2**32),
-        max_tokens=rng.randint(1, MOST_NEW),
-        logprobs=rng.choice([0, 3]),
-        prompt_logprobs=rng.choice([None] * 9 + [1]),
-        detokenize=False,
-    )
+class Running:
+    """A request, or a stream that is read at random times and may be left."""
+
+    def __init__(self, llm, call):
+        self.deltas, self.stream, self.was_left = [], None, False
+        if call.kind == "stream":
+            self.stream = llm.stream(call.prompt, call.params)
+            self.read()
+            self.request_id = self.deltas[0].request_id
+        else:
+            prompt = call.prompt if isinstance(call.prompt, str) else {"prompt_token_ids": call.prompt}
+            self.request = llm.engine.submit(llm.engine.inputs.prepare_prompt(prompt, call.params, lora_request=call.adapter))
+            self.request_id = self.request.request_id
+
+    @property
+    def output(self):
+        return self.request.output if self.stream is None else self.deltas[-1].output
+
+    def read(self):
+        self.deltas.append(next(self.stream))
+        if self.output is not None:
+            assert "".join(delta.text for delta in self.deltas) == self.output.outputs[0].text, self.deltas
+            assert [i for delta in self.deltas for i in delta.token_ids] == self.output.outputs[0].token_ids, self.deltas
+
+    def leave(self):
+        self.stream.close()
+        self.was_left = True
 
 
-def cramped_engine(rng, path, settings):
-    """An engine with random settings, in which the longest of the sequences leaves few blocks to others, and these settings."""
-    max_num_seqs = rng.choice([2, 4, 8])
-    settings = settings | {
-        "chunk_size": rng.choice([7, 16, 64]),
-        "max_num_batched_tokens": rng.choice([16, 64, 4096]),
-        "max_num_seqs": max_num_seqs,
-        "enable_prefix_caching": rng.random() < 0.9,
-    }
-    drafts = {"speculative_config": speculative_config("ngram", path)}
-    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
-    probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
-    state_bytes = HybridSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
-    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * state_bytes) // probe.info.num_blocks
-    num_blocks = probe.engine.block_manager.num_blocks_for(MOST_SHARED + MOST_OWN + MOST_NEW) + rng.choice([0, 10, 100])
-    for_blocks = num_blocks * block_bytes
-    memory = for_blocks + min(for_blocks, 2 * max_num_seqs * state_bytes)  # states take at most half of it
-    return LLM(path, **settings | {"kv_cache_memory": memory}), settings
+def alone(llm, call):
+    """The output of a call without others. Beams that do not fit have none."""
+    if call.kind == "beams":
+        with suppress(NanoinferError):
+            return llm.beam_search(call.prompt, call.params)[0]
+        return None
+    return llm.generate(call.prompt, call.params, use_tqdm=False, lora_request=call.adapter)[0]
+
+
+def run_calls(rng, llm, todo):
+    """[(call, output)] of calls that begin at random times. Some are aborted, some streams are left, and then told nothing."""
+    todo, live, done = todo[::-1], [], []
+    while todo or live:
+        while todo and len(live) < 20 and rng.random() < 0.5:
+            call = todo.pop()
+            if call.kind == "beams":
+                done.append((call, alone(llm, call)))
+            else:
+                live.append((call, Running(llm, call)))
+        if llm.engine.num_unfinished:
+            llm.engine.step()
+        for _, running in live:
+            if rng.random() < 0.0005:
+                llm.abort(running.request_id)
+            if running.stream and running.output is None and rng.random() < 0.5:
+                running.read()
+                if rng.random() < 0.01:
+                    running.leave()
+        if rng.random() < 0.001:
+            llm.reset_prefix_cache()
+        done += [(call, running.output) for call, running in live if running.output is not None and not running.was_left]
+        live = [(call, running) for call, running in live if running.output is None and not running.was_left]
+    tiny_models.assert_nothing_is_left(llm)
+    return done
 
 
 def told_by(output):
-    """What must have the same bits: of each answer its ids and log-probabilities, and the prompt's."""
-    of_prompt = [position and {i: entry.logprob for i, entry in position.items()} for position in output.prompt_logprobs or []]
-    return of_prompt, [
-        (answer.token_ids, [{i: entry.logprob for i, entry in position.items()} for position in answer.logprobs])
-        for answer in output.outputs
-    ]
+    """What must have the same bits: of each answer its ids and log-probabilities, and the prompt's. Of beams the ids."""
+    if hasattr(output, "sequences"):
+        return [], [(beam.token_ids,) for beam in output.sequences]
+    return values_of(output.prompt_logprobs), [told_by_answer(answer) for answer in output.outputs]
 
 
-def is_start_of(told, expected):
-    """Whether what an aborted request has told is the beginning of what it would have told."""
-    parts = [(told[0], expected[0])]
-    for one, other in zip(told[1], expected[1], strict=True):
+def was_aborted(output):
+    return any(answer.finish_reason == "abort" for answer in getattr(output, "outputs", ()))
+
+
+def is_the_same(output, expected):
+    """Whether an output tells what it told alone, or the beginning of that if it was aborted. Beams may have had no room."""
+    if output is None or not was_aborted(output):
+        return output is None or told_by(output) == told_by(expected)
+    (prompt, answers), (whole_prompt, whole_answers) = told_by(output), told_by(expected)
+    parts = [(prompt, whole_prompt)]
+    for one, other in zip(answers, whole_answers, strict=True):
         parts += zip(one, other, strict=True)
     return all(part == whole[: len(part)] for part, whole in parts)
 
 
-def run_hits(rng, llm, todo):
-    """[(prompt, params, adapter, output or beams)] of requests that arrive and end at random times, some by an abort."""
-    todo, live, done = list(todo), [], []
-    while todo or live:
-        while todo and len(live) < 20 and rng.random() < 0.5:
-            prompt, params, adapter = todo.pop()
-            if isinstance(params, BeamSearchParams):
-                done.append((prompt, params, None, finished(llm, "beams", prompt, params)))
-            else:
-                prepared = llm.engine.inputs.prepare_prompt({"prompt_token_ids": prompt}, params, lora_request=adapter)
-                live.append((prompt, params, adapter, llm.engine.submit(prepared)))
-        if llm.engine.num_unfinished:
-            llm.engine.step()
-        if live and rng.random() < 0.01:
-            llm.abort(rng.choice(live)[-1].request_id)
-        if rng.random() < 0.001:
-            llm.reset_prefix_cache()
-        done += [(*given, request.output) for *given, request in live if request.output is not None]
-        live = [one for one in live if one[-1].output is None]
-    tiny_models.assert_nothing_is_left(llm)
-    return done
+def cramped_engine(rng, path, num_tokens, settings):
+    """An engine with random settings, in which a sequence of so many tokens leaves few blocks to others, and these settings."""
+    settings = settings | {
+        "chunk_size": rng.choice([3, 16, 64]),
+        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
+        "max_num_seqs": rng.choice([2, 4, 8]),
+        "enable_prefix_caching": rng.random() < 0.9,
+    }
+    drafts = {"speculative_config": speculative_config("ngram", path)}
+    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
+    return tiny_models.cramped(path, num_tokens, rng.choice([0, 10, 100]), **settings), settings
+
+
+def compare_bits(num_requests, rng, given):
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
+        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
+        settings["enforce_eager"] = given.enforce_eager
+        llm = plain = LLM(path, **settings)
+        if given.speculative:
+            llm = LLM(path, speculative_config=speculative_config(given.speculative, path), **settings)
+
+        def new_round():
+            return llm, plain, settings, lambda: Call("request", *random_request(rng))
+
+        return check_rounds(f"{given.family} in {given.dtype}", num_requests, rng, new_round)
+
+
+MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
+NUM_AT_A_TIME = 50  # requests on an engine
+# The sums differ in their last bits, so that a token may differ where two are nearly as likely.
+MERGED, NOT_MERGED = "with the tokens of the merged model", "with other tokens than the merged model"
+
+
+def call_with_ids(rng, earlier, adapters):
+    """A prompt that begins as one of the last ones, which is then among them."""
+    first = rng.choice(earlier[-4:])
+    shared = first[: rng.choice([MOST_SHARED, rng.randint(0, MOST_SHARED)])]
+    earlier.append(shared + random_ids(rng, rng.randint(1, MOST_OWN)))
+    if rng.random() < 0.05:
+        return Call("beams", earlier[-1], BeamSearchParams(beam_width=rng.choice([2, 3]), max_tokens=rng.randint(1, 10)))
+    more = {"n": rng.choice([1, 1, 1, 3]), "max_tokens": rng.randint(1, MOST_NEW)}
+    more["prompt_logprobs"] = rng.choice([None] * 9 + [1])
+    return Call("request", earlier[-1], random_params(rng, **more), rng.choice([None, *adapters]) if adapters else None)
 
 
 def save_adapters(path, num):
@@ -327,101 +352,50 @@ def save_adapters(path, num):
 
 
 def compare_hits(num_requests, rng, given):
-    counts = Counter()
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_models.save(given.family, Path(folder))
         adapters, earlier = save_adapters(path, given.adapters), [[]]
-        merged = {
-            one: LLM(path, lora=one.lora_path, dtype=given.dtype, batch_invariant=True, kv_cache_memory=2**24)
-            for one in adapters
-        }
-        for start in range(0, num_requests, NUM_OF_HITS):
-            settings = {
-                "dtype": given.dtype, "block_size": rng.choice([4, 8, 16]), "batch_invariant": True,
-                "enforce_eager": given.enforce_eager,
-            }  # fmt: skip
-            if adapters:
-                settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
+        settings = {"dtype": given.dtype, "batch_invariant": True, "enforce_eager": given.enforce_eager}
+        merged = {one: LLM(path, lora=one.lora_path, kv_cache_memory=2**24, **settings) for one in adapters}
+        if adapters:
+            settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
+
+        def new_round():
+            settings["block_size"] = rng.choice([4, 8, 16])
             plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
-            if not plain.batch_independent:
-                print(f"{given.family} in {given.dtype}: nothing promised")
-                return True
-            llm, more = cramped_engine(rng, path, settings)
-            todo = [
-                (random_prompt(rng, earlier), params_for_hits(rng), rng.choice([None, *adapters]) if adapters else None)
-                for _ in range(min(NUM_OF_HITS, num_requests - start))
-            ]
-            for prompt, params, adapter, output in run_hits(rng, llm, todo):
-                counts["requests"] += 1
-                if isinstance(params, BeamSearchParams):
-                    same = output in (None, finished(plain, "beams", prompt, params))
-                    counts["beam searches"] += output is not None
-                else:
-                    [alone] = plain.generate(prompt, params, use_tqdm=False, lora_request=adapter)
-                    expected = told_by(alone)
-                    if adapter is not None:
-                        [other] = merged[adapter].generate(prompt, params, use_tqdm=False)
-                        is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in alone.outputs]
-                        counts[MERGED if is_same else NOT_MERGED] += 1
-                    was_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
-                    same = is_start_of(told_by(output), expected) if was_aborted else told_by(output) == expected
-                    counts["aborted"] += was_aborted
-                    counts["after a hit"] += output.metrics.num_cached_tokens > 0
-                    counts["preempted"] += output.metrics.num_preemptions > 0
-                if not same:
-                    counts["different"] += 1
-                    print(f"different with {more}: {prompt}, {params}")
-            if llm.engine.planner is not None:
-                metrics = llm.engine.planner.counts
-                counts["drafts accepted"] += metrics.num_accepted_tokens
-                counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
-    num_different = counts.pop("different", 0)
-    print(f"{given.family} in {given.dtype}, {num_different} differ:", ", ".join(f"{n} {what}" for what, n in counts.items()))
-    return not num_different and counts[NOT_MERGED] <= 0.01 * num_requests
+            llm, more = cramped_engine(rng, path, MOST_SHARED + MOST_OWN + MOST_NEW, settings)
+            return llm, plain, more, lambda: call_with_ids(rng, earlier, adapters)
 
+        return check_rounds(f"{given.family} in {given.dtype}", num_requests, rng, new_round, merged=merged)
 
-# ---- api
 
 WORDS = ("Once", " upon", " a time", " Lily", " the fox", ".", " 🦊", "你好", "\n", " said")
-NUM_AT_A_TIME, MODEL_LEN = 40, 96
+MODEL_LEN = 96
 
 
-def random_engine(rng):
-    block_size = rng.choice([1, 4, 16, 64])
-    num_blocks = -(-MODEL_LEN // block_size) * rng.choice([1, 1, 2, 3, 20])
-    model = rng.choice(["tiny-gpt2", "tiny-qwen3"])
-    settings = {
-        "block_size": block_size,
-        "max_model_len": MODEL_LEN,
-        "max_num_seqs": rng.choice([1, 2, 5, 64]),
-        "chunk_size": rng.choice([3, 16, 1024]),
-        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
-        "enable_prefix_caching": rng.random() < 0.7,
-        "async_scheduling": rng.random() < 0.5,
-        "attention_backend": rng.choice(["auto", "auto", "reference"]),
-    }
-    probe = LLM(model, block_size=block_size, kv_cache_memory=2**24)
-    info = probe.info
-    settings["kv_cache_memory"] = num_blocks * info.num_cache_bytes // info.num_blocks
-    settings["batch_invariant"] = probe.batch_independent and rng.random() < 0.5
-    return LLM(model, **settings), settings
+def use_api(num_requests, rng, given):
+    def new_round():
+        settings = {
+            "block_size": rng.choice([1, 4, 16, 64]),
+            "max_model_len": MODEL_LEN,
+            "attention_backend": rng.choice(["auto", "auto", "reference"]),
+            "batch_invariant": rng.random() < 0.5,
+        }
+        llm, settings = cramped_engine(rng, rng.choice(["tiny-gpt2", "tiny-qwen3"]), MODEL_LEN, settings)
+        return llm, llm, settings, lambda: call_with_text(rng)
+
+    return check_rounds("in text", num_requests, rng, new_round, is_promised=False)
 
 
-def random_call(rng):
-    """(kind, prompt, params)"""
+def call_with_text(rng):
     kind = rng.choice(["request", "request", "stream", "stream", "beams"])
     prompt = "".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 8, 12])))
     max_tokens = rng.choice([1, 2, 10, 40])
     if kind == "beams":
-        return kind, prompt, BeamSearchParams(beam_width=rng.choice([1, 2, 5]), max_tokens=max_tokens)
-    temperature = rng.choice([0.0, 0.8, 1.5])
-    params = SamplingParams(
-        temperature=temperature,
-        n=rng.choice([1, 1, 2, 4]) if kind == "request" and temperature else 1,
-        top_k=rng.choice([0, 0, 5]),
-        top_p=rng.choice([1.0, 0.9]),
-        repetition_penalty=rng.choice([1.0, 1.2]),
-        seed=rng.randrange(2**32),
+        return Call(kind, prompt, BeamSearchParams(beam_width=rng.choice([1, 2, 5]), max_tokens=max_tokens))
+    params = random_params(
+        rng,
+        n=rng.choice([1, 1, 2, 4]) if kind == "request" else 1,
         max_tokens=max_tokens,
         min_tokens=rng.choice([0, 0, 1]),
         stop=rng.choice([None, None, ".", [" the", "a"], "<|im_end|>"]),
@@ -431,100 +405,67 @@ def random_call(rng):
         bad_words=rng.choice([None, None, ["fox", "the"]]),
         logprobs=rng.choice([None, None, 0, 3]),
         prompt_logprobs=rng.choice([None, None, None, 1]),
+        detokenize=True,
     )
-    return kind, prompt, params
+    return Call(kind, prompt, params)
 
 
-def check_output(llm, output, params):
-    """The rules that every answer keeps, whatever came between."""
-    for answer in output.outputs:
-        ids, stop = answer.token_ids, params.stop or ()
-        assert answer.finish_reason in ("stop", "length", "abort"), answer
-        assert len(ids) <= params.max_tokens, answer
-        assert (answer.logprobs is not None and len(answer.logprobs) == len(ids)) == (params.logprobs is not None), answer
-        if answer.stop_reason is None and not (params.include_stop_str_in_output and answer.finish_reason == "stop"):
-            shown = ids[:-1] if answer.finish_reason == "stop" else ids
-            text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
-            assert answer.text == text.rstrip("\ufffd"), (answer, text)
-        if not params.include_stop_str_in_output and not params.min_tokens:
-            assert not any(string in answer.text for string in stop), answer
+def check_rounds(name, num_requests, rng, new_round, *, is_promised=True, merged=None):
+    """Run calls on several engines, check every output, and compare it with that of a plain engine.
 
-
-def finished(llm, kind, prompt, params):
-    """The ids of a call's answers. Beams that do not fit beside the others have none."""
-    if kind == "beams":
-        with suppress(NanoinferError):
-            return [beam.token_ids for beam in llm.beam_search(prompt, params)[0].sequences]
-        return None
-    return [answer.token_ids for answer in llm.generate(prompt, params, use_tqdm=False)[0].outputs]
-
-
-def run_round(rng, num_calls):
-    """One engine, its calls in between each other. Returns the numbers of answers and of steps."""
-    llm, settings = random_engine(rng)
-    waiting = [random_call(rng) for _ in range(num_calls)]
-    calls, num_steps, num_answers = list(waiting), 0, 0
-    requests, streams, outputs = {}, {}, {}  # by the call's index
-    try:
-        while waiting or requests or streams:
-            for _ in range(rng.randrange(4) if waiting else 0):
-                index = len(calls) - len(waiting)
-                if not waiting:
-                    break
-                kind, prompt, params = waiting.pop(0)
-                if kind == "request":
-                    requests[index] = llm.engine.add_request(prompt, params)
-                elif kind == "stream":
-                    streams[index] = (llm.stream(prompt, params), [])
-                else:
-                    outputs[index] = finished(llm, kind, prompt, params)
-            if llm.engine.num_unfinished:
-                llm.engine.step()
-                num_steps += 1
-            for index, (stream, deltas) in list(streams.items()):
-                if rng.random() < 0.5:
-                    deltas.append(next(stream))
-                    if deltas[-1].output is None and rng.random() < 0.02:
-                        llm.abort(deltas[-1].request_id)
-                if deltas and deltas[-1].output is not None:
-                    output = outputs[index] = deltas[-1].output
-                    assert "".join(delta.text for delta in deltas) == output.outputs[0].text, deltas
-                    assert [i for delta in deltas for i in delta.token_ids] == output.outputs[0].token_ids, deltas
-                    del streams[index]
-                elif rng.random() < 0.01:
-                    stream.close()  # somebody leaves the loop
-                    del streams[index]
-            for index, request in list(requests.items()):
-                if request.output is None and rng.random() < 0.005:
-                    llm.abort(request.request_id)
-                if request.output is not None:
-                    outputs[index] = requests.pop(index).output
-        tiny_models.assert_nothing_is_left(llm)
-        for index, output in outputs.items():
-            kind, prompt, params = calls[index]
-            if kind != "beams":
-                check_output(llm, output, params)
-                num_answers += len(output.outputs)
-            if settings["batch_invariant"] and output is not None:
-                told = output if kind == "beams" else [answer.token_ids for answer in output.outputs]
-                alone = finished(llm, kind, prompt, params)
-                was_aborted = kind != "beams" and any(answer.finish_reason == "abort" for answer in output.outputs)
-                expected = [ids[: len(some)] for ids, some in zip(alone, told, strict=True)] if was_aborted else alone
-                assert told == expected, (calls[index], told, alone)
-        tiny_models.assert_nothing_is_left(llm)
-    except BaseException:
-        print(f"failed with the engine {settings}")
-        raise
-    return num_answers, num_steps
-
-
-def use_api(num_requests, rng, given):
-    num_answers = num_steps = 0
+    Args:
+        new_round: returns an engine, a plain one, the settings of the first and a function that makes a call.
+        is_promised: Whether the bits are the same without batch_invariant.
+        merged: adapter -> an engine with the model that it is merged into.
+    """
+    counts, num_different = Counter(), 0
     for start in range(0, num_requests, NUM_AT_A_TIME):
-        answers, steps = run_round(rng, min(NUM_AT_A_TIME, num_requests - start))
-        num_answers, num_steps = num_answers + answers, num_steps + steps
-    print(f"{num_requests} requests, {num_answers} answers, {num_steps} steps: every rule kept, no block lost")
-    return True
+        llm, plain, settings, new_call = new_round()
+        is_compared = (is_promised or settings["batch_invariant"]) and plain.batch_independent
+        for call, output in run_calls(rng, llm, [new_call() for _ in range(min(NUM_AT_A_TIME, num_requests - start))]):
+            is_right = not is_compared or is_the_same(output, expected := alone(plain, call))
+            counts["requests"] += 1
+            counts["compared"] += is_compared
+            if call.kind == "beams":
+                counts["beam searches"] += output is not None
+            else:
+                is_right = is_right and keeps_the_rules(llm, output, call.params)
+                counts["aborted"] += was_aborted(output)
+                counts["after a hit"] += output.metrics.num_cached_tokens > 0
+                counts["preempted"] += output.metrics.num_preemptions > 0
+            if call.adapter is not None and is_compared:
+                [other] = merged[call.adapter].generate(call.prompt, call.params, use_tqdm=False)
+                is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in expected.outputs]
+                counts[MERGED if is_same else NOT_MERGED] += 1
+            if not is_right:
+                num_different += 1
+                print(f"different with {settings}: {call}, {output}")
+        tiny_models.assert_nothing_is_left(llm)
+        if llm.engine.planner is not None:
+            metrics = llm.engine.planner.counts
+            counts["drafts accepted"] += metrics.num_accepted_tokens
+            counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
+    print(f"{name}, {num_different} differ:", ", ".join(f"{count} {what}" for what, count in counts.items()))
+    return not num_different and counts[NOT_MERGED] <= 0.01 * num_requests
+
+
+def keeps_the_rules(llm, output, params):
+    """Whether every answer keeps the rules, whatever came between."""
+    return all(one.finish_reason in ("stop", "length", "abort") and is_consistent(llm, one, params) for one in output.outputs)
+
+
+def is_consistent(llm, answer, params):
+    ids, shows_stop = answer.token_ids, params.include_stop_str_in_output
+    if len(ids) > params.max_tokens or (answer.logprobs is None) != (params.logprobs is None):
+        return False
+    if answer.logprobs is not None and len(answer.logprobs) != len(ids):
+        return False
+    if params.detokenize and answer.stop_reason is None and not (shows_stop and answer.finish_reason == "stop"):
+        shown = ids[:-1] if answer.finish_reason == "stop" else ids
+        text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        if answer.text != text.rstrip("\ufffd"):
+            return False
+    return shows_stop or params.min_tokens > 0 or not any(string in answer.text for string in params.stop or ())
 
 
 def main(arguments=None):
@@ -536,9 +477,7 @@ def main(arguments=None):
     parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
     parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument(
-        "--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts, then without"
-    )
+    parser.add_argument("--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"--seed {seed}")

@@ -11,11 +11,12 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import native
-from tests.helpers import recorded_counts
+from tests.helpers import precompiled, recorded_counts
 
 PACKAGE, FOLDER = native.HEADERS.parents[1], Path(__file__).parent / "kernels"
 
@@ -110,7 +111,7 @@ class BuildError(Exception):
 
 
 def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str | None = None) -> Path:
-    """Compile a driver, unless an equal one is kept beside the kernels' libraries (native.py).
+    """Compile a driver, unless an equal one is kept (helpers/precompiled.py).
 
     Args:
         options: of the compiler, after those that kernels are compiled with.
@@ -125,8 +126,8 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str 
     command.append(str(FOLDER / f"{driver.driver}.cpp"))
     parts = {source, headers / "program.cpp", *headers.glob("*.h"), *FOLDER.glob("*.h"), FOLDER / f"{driver.driver}.cpp"}
     texts = [path.read_text(encoding="utf-8") for path in sorted(parts)]
-    key = hashlib.sha256("\0".join([*command, *texts, native.processor()]).encode()).hexdigest()[:16]
-    program = native.cache_folder() / "drivers" / f"{driver.driver}-{key}"
+    key = hashlib.sha256("\0".join([*command, *texts, version_of(command[0]), native.processor()]).encode()).hexdigest()[:16]
+    program = (precompiled.made_folder() if package == PACKAGE else package) / "drivers" / f"{driver.driver}-{key}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=program.parent) as temporary:
@@ -136,6 +137,12 @@ def build(driver: Driver, *options: str, package: Path = PACKAGE, compiler: str 
                 raise BuildError(done.stderr)
             os.replace(built, program)
     return program
+
+
+@cache
+def version_of(compiler: str) -> str:
+    """The first line that a compiler prints of itself."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -173,9 +180,7 @@ def can_build(*options: str, compiler: str | None = None) -> bool:
 
 def circumstances() -> dict[str, str]:
     """What the numbers of instructions depend on, beside the sources."""
-    [version, *_] = subprocess.run(
-        [*native.find_compiler().command, "--version"], capture_output=True, text=True
-    ).stdout.splitlines()
+    version = version_of(native.find_compiler().command[0])
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout.strip()
     return {"compiler": version, "library": libc or "", "counter": valgrind}

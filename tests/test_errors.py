@@ -1,7 +1,5 @@
 """The classes of errors, and the checks of arguments that raise them."""
 
-import math
-
 import numpy
 import pytest
 
@@ -10,9 +8,7 @@ from nanoinfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
-    check_flag,
     check_integer,
-    check_number,
     first_line,
     is_one_of,
     out_of_range,
@@ -30,65 +26,19 @@ def test_every_error_is_a_nanoinfer_error_and_the_usual_kind_of_python_as_well()
     assert issubclass(errors.CheckpointNotFoundError, FileNotFoundError)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (0, None),
-        (1.5, None),
-        (numpy.float32(0.5), None),
-        (2, "p must be in 0 .. 1.5, got 2"),
-        (-0.1, "p must be in 0 .. 1.5, got -0.1"),
-        (math.nan, "got nan"),
-        (math.inf, "got inf"),
-        (10**400, "got 1000"),
-        (True, "p must be a number, got True"),
-        ("1", "p must be a number, got '1'"),
-        (None, "p must be a number, got None"),
-    ],
-    ids=repr,
-)
-def test_a_number_is_finite_and_in_its_range(value, message):
-    if message is None:
-        check_number("p", value, 0, 1.5, "in 0 .. 1.5")
-    else:
-        with pytest.raises(NanoinferError, match=message):
-            check_number("p", value, 0, 1.5, "in 0 .. 1.5")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1, None),
-        (numpy.int64(7), None),
-        (2**63 - 1, None),
+def test_an_integer_without_an_upper_bound_is_below_two_to_the_63_and_none_only_where_it_may_be():
+    for value in (1, numpy.int64(7), 2**63 - 1):
+        check_integer("n", value, 1, None, ">= 1")
+    for value, message in (
         (2**63, r"n must be below 2\*\*63"),
         (0, "n must be >= 1, got 0"),
         (1.0, "n must be an integer, got 1.0"),
-        (True, "n must be an integer, got True"),
-        (None, "n must be an integer, got None"),
-    ],
-    ids=repr,
-)
-def test_an_integer_without_an_upper_bound_is_below_two_to_the_63(value, message):
-    if message is None:
-        check_integer("n", value, 1, None, ">= 1")
-    else:
+    ):
         with pytest.raises(NanoinferError, match=message):
             check_integer("n", value, 1, None, ">= 1")
-
-
-def test_none_is_an_integer_only_where_it_may_be():
     check_integer("n", None, 1, 5, "in 1 .. 5", or_none=True)
     with pytest.raises(InvalidTypeError, match="n must be an integer or None, got 'a'"):
         check_integer("n", "a", 1, 5, "in 1 .. 5", or_none=True)
-    with pytest.raises(InvalidValueError, match=r"n must be in 1 \.\. 5, got 6"):
-        check_integer("n", 6, 1, 5, "in 1 .. 5", or_none=True)
-
-
-def test_a_flag_is_no_number():
-    check_flag("f", False)
-    with pytest.raises(InvalidTypeError, match="f must be True or False, got 1"):
-        check_flag("f", 1)
 
 
 def test_a_hint_follows_what_was_given():

@@ -37,11 +37,12 @@ def test_a_registered_backend_is_used_and_a_class_that_is_no_backend_is_refused(
     register_backend("counting", ReferenceBackend)
     register_backend("counting", Counting)  # a registered name may be replaced
     params = SamplingParams(temperature=0, max_tokens=5)
-    llm = LLM(attention_backend="counting")
+    llm = LLM(attention_backend="counting", kv_cache_memory=2**22)
     Counting.num_steps = 0  # loading runs it, too
     ours = llm.generate("Once upon a", params, use_tqdm=False)
     assert Counting.num_steps == 5
-    assert ours[0].outputs == LLM(attention_backend="reference").generate("Once upon a", params, use_tqdm=False)[0].outputs
+    reference = LLM(attention_backend="reference", kv_cache_memory=2**22)
+    assert ours[0].outputs == reference.generate("Once upon a", params, use_tqdm=False)[0].outputs
     monkeypatch.setattr(doctor, "_check", lambda name, device: doctor.Check(name, None, "", False))
     assert "counting" in {check.backend for check in doctor.examine().checks}
     with pytest.raises(InvalidValueError, match="'auto' is reserved"):

@@ -54,9 +54,10 @@ def test_that_comparison_notices_a_window_that_is_off_by_one(backend, monkeypatc
 
 @pytest.mark.slow
 @NAMES
-def test_bf16_stays_within_its_rounding(backend):
-    lengths = [(100, 1), (3, 1), (0, 20), (64, 30)]
-    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=16, dtype=torch.bfloat16) < 0.05
+@pytest.mark.parametrize(("dtype", "head_dim", "tolerance"), [(torch.bfloat16, 16, 0.05), (torch.float16, 32, 0.01)])
+def test_16_bits_stay_within_their_rounding(backend, dtype, head_dim, tolerance):
+    lengths = [(100, 1), (3, 1), (0, 20), (64, 30), (0, 70)]
+    assert compare(backend, lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype) < tolerance
 
 
 @pytest.mark.slow
@@ -103,38 +104,21 @@ def test_a_poisoned_request_stops_no_other(family, backend, tmp_path):
     check_poison_free_reuse(tiny_models.save(family, tmp_path), backend)
 
 
-@pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (2, 32, 64)])
+@pytest.mark.parametrize(("num_heads", "head_dim", "block_size"), [(6, 32, 64), (12, 64, 64), (4, 64, 16), (4, 12, 8)])
 def test_masked_blocks_at_the_end_of_a_table_change_no_bit_of_the_plain_definition(num_heads, head_dim, block_size):
     """A row is padded beside longer ones. Sums of few columns would be interleaved by fours: 6 blocks differ from 8."""
     generator = torch.Generator().manual_seed(0)
     for num_blocks in (1, 2, 3, 5, 6, 7, 11):
         q, k, v = torch.randn(3, 1, num_heads, head_dim, generator=generator)
-        k_pages = torch.randn(40, num_heads, block_size, head_dim, generator=generator)
-        v_pages = torch.randn(40, num_heads, block_size, head_dim, generator=generator)
+        pages = torch.randn(2, 40, num_heads, block_size, head_dim, generator=generator)
         seq_len = num_blocks * block_size - 3
         table = torch.randperm(40, generator=generator)[:num_blocks].unsqueeze(0)
-        alone = None
-        for padding in (0, 1, 2, 3, 9, 20):
+        outputs = []
+        for padding in (0, 1, 2, 3, 4, 5, 6, 7, 9, 20):
             tables = torch.nn.functional.pad(table, (0, padding))
             rows = cpu.DecodeRows(table[:, -1] * block_size + (seq_len - 1) % block_size, tables, torch.tensor([seq_len]))
-            out = decoded(cpu.CPUBackend(), q, k, v, k_pages, v_pages, rows)
-            alone = out if alone is None else alone
-            assert torch.equal(out, alone), (num_blocks, padding)
-
-
-def test_a_row_has_the_same_bits_beside_longer_ones_where_heads_are_few_and_small():
-    """8 slots x 4 heads are 32 columns, of which torch adds every fourth block to one of four sums."""
-    generator = torch.Generator().manual_seed(0)
-    k_pages, v_pages = torch.randn(40, 4, 8, 12, generator=generator), torch.randn(40, 4, 8, 12, generator=generator)
-    q, k, v = torch.randn(3, 1, 4, 12, generator=generator)
-    table = torch.randperm(40, generator=generator)[:6].unsqueeze(0)
-    alone = None
-    for padding in range(8):
-        tables = torch.nn.functional.pad(table, (0, padding))
-        rows = cpu.DecodeRows(table[:, -1] * 8 + 4, tables, torch.tensor([45]))
-        out = decoded(cpu.CPUBackend(), q, k, v, k_pages, v_pages, rows)
-        alone = out if alone is None else alone
-        assert torch.equal(out, alone), padding
+            outputs.append(decoded(cpu.CPUBackend(), q, k, v, *pages, rows))
+            assert torch.equal(outputs[-1], outputs[0]), (num_blocks, padding)
 
 
 def random_decode(lens, *, num_heads, num_kv_heads, head_dim, dtype, block_size=16):
@@ -192,9 +176,7 @@ def test_a_row_of_the_kernel_has_the_same_bits_alone_in_any_batch_and_with_any_t
         torch.set_num_threads(num_threads)
         try:
             outputs[num_threads] = decoded(kernels, *args)
-            alone = []
-            for i in range(len(SPANS)):
-                alone.append(decoded(kernels, *of_rows(slice(i, i + 1), *args)))
+            alone = [decoded(kernels, *of_rows(slice(i, i + 1), *args)) for i in range(len(SPANS))]
         finally:
             torch.set_num_threads(1)
         assert torch.equal(torch.cat(alone), outputs[num_threads])
@@ -276,25 +258,15 @@ def test_a_row_of_the_prefill_kernel_has_the_same_bits_in_any_chunk_batch_and_nu
 
 @pytest.mark.slow
 def test_without_a_compiler_the_plain_runtime_serves_and_the_log_says_why(monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "/no/such/compiler -O3")
-    native.load.cache_clear()
-    llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
+    def answer(backend_class, **options):
+        llm = LLM(kv_cache_memory=2**22, **options)
+        assert type(llm.engine.executor.runner.begin_step.__self__.backend) is backend_class
+        return llm.generate("Once upon a", SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0].outputs
+
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "/no/such/compiler -O3")
+        native.load.cache_clear()
+        plain = answer(cpu.CPUBackend)
     why = "the model runs without its C++ kernels, which are faster: no C++ compiler works (there is no /no/such/compiler)"
     assert caplog.text.count(why) == 1
-    params = SamplingParams(temperature=0, max_tokens=5)
-    plain = llm.generate("Once upon a", params, use_tqdm=False)[0].outputs
-    monkeypatch.delenv("CXX")
-    llm = LLM(kv_cache_memory=2**22)
-    assert type(llm.engine.executor.runner.begin_step.__self__.backend) is KernelBackend
-    assert llm.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
-    eager = LLM(kv_cache_memory=2**22, enforce_eager=True)
-    assert type(eager.engine.executor.runner.begin_step.__self__.backend) is cpu.CPUBackend
-    assert eager.generate("Once upon a", params, use_tqdm=False)[0].outputs == plain
-
-
-@pytest.mark.slow
-def test_float16_stays_within_its_rounding():
-    lengths = [(40, 1), (3, 1), (0, 70)]
-    sizes = {"block_size": 16, "num_kv_heads": 2, "group": 2, "head_dim": 32}  # as tests/features compiles
-    assert compare(KernelBackend, lengths, dtype=torch.float16, **sizes) < 0.01
+    assert answer(KernelBackend) == answer(cpu.CPUBackend, enforce_eager=True) == plain

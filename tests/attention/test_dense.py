@@ -1,7 +1,5 @@
 """The definition of attention: torch's own, and cases computed by hand."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,13 +24,6 @@ def test_it_is_torchs_causal_attention_with_as_many_queries_as_keys(num_kv_heads
 def test_the_last_tokens_of_a_sequence_get_what_they_get_among_all_of_them():
     q, k, v = heads(9, 2, 8), heads(9, 2, 8, seed=1), heads(9, 2, 8, seed=2)
     torch.testing.assert_close(causal_attention(q[6:], k, v), causal_attention(q, k, v)[6:])
-
-
-def test_weights_by_hand():
-    """Scores ln 3 and 0, for keys at positions 0 and 1: weights 3/4 and 1/4."""
-    q = torch.tensor([[[1.0]]])
-    k, v = torch.tensor([[[math.log(3)]], [[0.0]]]), torch.tensor([[[8.0]], [[4.0]]])
-    assert causal_attention(q, k, v).item() == pytest.approx(0.75 * 8 + 0.25 * 4)
 
 
 def test_half_precision_is_computed_in_fp32_and_returned_as_it_came():

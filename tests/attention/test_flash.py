@@ -34,40 +34,28 @@ def flash(monkeypatch):
 
 
 def error_of(flash, lengths, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, **more):
-    num_kv_heads, group = heads
-    return compare(
-        flash.FlashBackend(),
-        lengths,
-        block_size=256,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=DEVICE,
-        **more,
-    )
+    sizes = {"num_kv_heads": heads[0], "group": heads[1], "head_dim": head_dim, "dtype": dtype}
+    return compare(flash.FlashBackend(), lengths, block_size=256, device=DEVICE, **sizes, **more)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (2, 2), (1, 7)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
-def test_decodes_and_chunks_in_one_step_equal_the_definition(flash, heads):
-    assert error_of(flash, RAGGED, heads=heads, packed=True) < 0.02
+FP16 = {"dtype": torch.float16}
+CASES = {
+    **{f"{n}x{group} heads": (RAGGED, {"heads": (n, group), "packed": True}) for n, group in ((2, 1), (2, 2), (1, 7))},
+    **{f"window of {n}": (LONG, {"heads": (1, 2), "window": n, "packed": True}) for n in (1, 2, 20, 256, 257, 700, 5000)},
+    "decodes": ([(299, 1), (0, 1)], {}),
+    "a prompt": ([(0, 33)], {"window": 20}),
+    "chunks": ([(100, 50), (0, 7)], {"window": 20}),
+    "heads of 8 in fp16": (LONG, FP16 | {"heads": (2, 2), "head_dim": 8}),
+    "heads of 80 in fp16": (LONG, FP16 | {"heads": (1, 4), "head_dim": 80, "window": 300}),
+    "heads of 128 in fp16": (LONG, FP16 | {"heads": (1, 2), "head_dim": 128}),
+    "heads of 256 in fp16": (LONG, FP16 | {"heads": (2, 2), "head_dim": 256, "window": 300}),
+}
 
 
-@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_step_of_one_kind(flash, lengths, window):
-    assert error_of(flash, lengths, window=window) < 0.02
-
-
-@pytest.mark.parametrize("window", [1, 2, 20, 256, 257, 700, 5000])
-def test_windows_equal_the_definition_and_freed_blocks_are_not_read(flash, window):
-    assert error_of(flash, LONG, heads=(1, 2), window=window, packed=True) < 0.02
-
-
-@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 8), ((1, 4), 80), ((1, 2), 128), ((2, 2), 256)])
-def test_heads_of_any_supported_size_in_fp16(flash, heads, head_dim):
-    for window in (None, 300):
-        assert error_of(flash, LONG, heads=heads, head_dim=head_dim, dtype=torch.float16, window=window) < 0.004
+@pytest.mark.parametrize("case", CASES)
+def test_decodes_and_chunks_equal_the_definition_and_freed_blocks_are_not_read(flash, case):
+    lengths, given = CASES[case]
+    assert error_of(flash, lengths, **given) < (0.004 if "dtype" in given else 0.02)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -108,18 +96,8 @@ ARGUMENT_FAULTS = {  # function, changed arguments, and the package's reason if 
 }
 
 
-@pytest.mark.parametrize("fault", ARGUMENT_FAULTS)
-def test_an_injected_fault_in_an_argument_is_refused_or_noticed(flash, fault, monkeypatch):
-    name, change, reason = ARGUMENT_FAULTS[fault]
-    inject(flash, name, change, monkeypatch)
-    if reason is None:
-        assert error_of(flash, MIXED, window=20) > 0.05
-    else:
-        with pytest.raises((AssertionError, RuntimeError), match=reason):
-            error_of(flash, MIXED, window=20)
-
-
-UNCHECKED = {  # what the package does not check, so that its kernels would read or leave out other memory
+# What the package does not check, so that its kernels would read or leave out other memory.
+UNCHECKED = {
     "starts of the whole step": (CHUNKS, lambda a: {"cu_seqlens_q": a["cu_seqlens_q"] + 2}, "cu_seqlens_q must cover"),
     "too few queries": (CHUNKS, lambda a: {"max_seqlen_q": a["max_seqlen_q"] - 1}, "later queries"),
     "too few keys": (CHUNKS, lambda a: {"max_seqlen_k": 256}, "later keys"),
@@ -128,13 +106,17 @@ UNCHECKED = {  # what the package does not check, so that its kernels would read
 }
 
 
-@pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
-@pytest.mark.parametrize("fault", UNCHECKED)
-def test_an_injected_fault_that_the_package_would_not_notice_is_refused_by_the_double(flash, fault, monkeypatch):
-    name, change, reason = UNCHECKED[fault]
+@pytest.mark.parametrize("fault", [*ARGUMENT_FAULTS, *UNCHECKED])
+def test_an_injected_fault_in_an_argument_is_refused_or_noticed(flash, fault, monkeypatch):
+    if fault in UNCHECKED and DEVICE == CUDA:
+        pytest.skip("would read outside the tensors")
+    name, change, reason = (ARGUMENT_FAULTS | UNCHECKED)[fault]
     inject(flash, name, change, monkeypatch)
-    with pytest.raises(AssertionError, match=reason):
-        error_of(flash, MIXED, window=20)
+    if reason is None:
+        assert error_of(flash, MIXED, window=20) > 0.05
+    else:
+        with pytest.raises((AssertionError, RuntimeError), match=reason):
+            error_of(flash, MIXED, window=20)
 
 
 @pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
@@ -219,9 +201,8 @@ def test_an_engine_scores_its_tokens_as_the_reference_backend_does(flash, family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [DECODE, CHUNKS])
-def test_that_comparison_notices_a_window_that_is_off_by_one(flash, function, tmp_path, monkeypatch):
-    inject(flash, function, lambda arguments: with_window(1, arguments), monkeypatch)
+def test_that_comparison_notices_a_window_that_is_off_by_one(flash, tmp_path, monkeypatch):
+    inject(flash, DECODE, lambda arguments: with_window(1, arguments), monkeypatch)
     assert difference_in_an_engine(flash, "mistral_window", tmp_path, monkeypatch) > TOLERANCE
 
 
@@ -254,18 +235,14 @@ def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the
 
 
 def test_flash_gives_the_reason_where_it_is_not_supported(flash, a_gpu, monkeypatch):
-    def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128):
-        return base.find_backend("flash", device, dtype, head_dim, None)[1]
+    def unsupported_reason(device=CUDA, dtype=torch.bfloat16, head_dim=128, block_size=None):
+        return base.find_backend("flash", device, dtype, head_dim, block_size)[1]
 
-    assert unsupported_reason() is None
+    assert unsupported_reason() is unsupported_reason(block_size=512) is None
     assert unsupported_reason(dtype=torch.float32) == "it supports float16 and bfloat16, not float32"
     assert unsupported_reason(head_dim=100) == "it supports a head_dim in multiples of 8 up to 256, not 100"
     assert unsupported_reason(head_dim=264) == "it supports a head_dim in multiples of 8 up to 256, not 264"
     assert unsupported_reason(device=CPU) == "it runs on cuda only, not on cpu"
+    assert unsupported_reason(block_size=16) == "it requires a block_size in multiples of 256, not 16"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert unsupported_reason() == "it requires an Ampere GPU or a newer one, not a GPU"
-
-
-def test_flash_requires_large_blocks(flash, a_gpu):
-    for block_size, expected in ((None, None), (512, None), (16, "it requires a block_size in multiples of 256, not 16")):
-        assert base.find_backend("flash", CUDA, torch.bfloat16, 128, block_size)[1] == expected

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.attention.kv_cache import KVCache, finite_values, zeros
+from nanoinfer.attention.kv_cache import KVCache, finite_values
 
 SIZES = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_dim": 8}
 LAYOUTS = pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -49,13 +49,6 @@ def test_a_value_that_is_not_finite_becomes_0_and_its_key_nan(bad):
     assert (safe_k[1, 0].isnan().all(), safe_v[1, 0].any()) == (True, False)
     assert torch.equal(safe_k[1, 1], k[1, 1])
     assert torch.equal(safe_v[[0, 2]], v[[0, 2]])
-
-
-def test_zeros_are_zeros_of_their_shape_and_can_be_written():
-    tensor = zeros((3, 5), torch.float16, torch.device("cpu"))
-    assert (tensor.shape, tensor.dtype, tensor.any().item()) == ((3, 5), torch.float16, False)
-    tensor[2, 4] = 1
-    assert tensor.sum() == 1
 
 
 def test_copied_blocks_hold_what_their_sources_held_before_any_copy():

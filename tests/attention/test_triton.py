@@ -8,6 +8,7 @@ from tests.helpers import tiny_models
 pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.attention import triton as module
 from nanoinfer.attention.triton import TritonBackend, copy_blocks, num_splits_for
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
@@ -16,47 +17,42 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
-RAGGED = [(0, 1), (15, 1), (16, 1), (299, 1), (0, 2), (0, 64), (0, 65), (40, 20), (64, 64), (200, 100)]  # 1 to 300 tokens
-FEW = [(15, 1), (299, 1), (0, 65), (200, 100)]
+RAGGED = [(0, 1), (15, 1), (16, 1), (139, 1), (0, 2), (0, 64), (0, 65), (40, 20), (80, 60)]  # 1 to 140 tokens
+FEW = [(15, 1), (139, 1), (0, 65), (80, 40)]
 
 
 def error_of(lengths, *, head_dim=64, heads=(1, 2), block_size=16, dtype=torch.float32, **more):
-    num_kv_heads, group = heads
-    return compare(
-        TritonBackend(), lengths, block_size=block_size, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim,
-        dtype=dtype, device=DEVICE, **more,
-    )  # fmt: skip
+    sizes = {"block_size": block_size, "num_kv_heads": heads[0], "group": heads[1], "head_dim": head_dim, "dtype": dtype}
+    return compare(TritonBackend(), lengths, device=DEVICE, **sizes, **more)
 
 
-# Every pair of a dtype, a size and numbers of heads. By default, the interpreter gets each of these once, which takes 12 s.
 FP32, BF16 = TOLERANCE
-SHAPES = [(FP32, 64, (2, 1)), (BF16, 128, (2, 2)), (BF16, 80, (1, 7)), (FP32, 80, (1, 8))]
-MORE_SHAPES = [
-    (BF16, 80, (2, 1)), (FP32, 128, (2, 1)), (BF16, 64, (2, 2)), (FP32, 80, (2, 2)),
-    (FP32, 64, (1, 7)), (FP32, 128, (1, 7)), (BF16, 64, (1, 8)), (BF16, 128, (1, 8)),
-]  # fmt: skip
-SHAPES += [pytest.param(*shape, marks=[pytest.mark.long] if DEVICE == "cpu" else []) for shape in MORE_SHAPES]
+CASES = {
+    "fp32, 64 numbers, 2x1 heads": (RAGGED, {"heads": (2, 1)}),
+    "bf16, 80 numbers, 1x7 heads": (RAGGED, {"dtype": BF16, "head_dim": 80, "heads": (1, 7)}),
+    "a window": (FEW, {"window": 20}),
+    "a window and sinks": (FEW, {"window": 100, "has_sinks": True}),
+    "sinks": (FEW, {"has_sinks": True}),
+    **{f"blocks of {size}": (FEW, {"block_size": size}) for size in (64, 256, 3)},
+    "decodes of a fused projection": ([(299, 1), (0, 1)], {"packed": True}),
+    "a prompt of a fused projection": ([(0, 33)], {"packed": True}),
+    "chunks of a fused projection": ([(100, 50), (0, 7)], {"packed": True}),
+}
+MORE_CASES = {  # every pair of a dtype, a size and numbers of heads
+    f"{dtype}, {head_dim} numbers, {heads} heads": (RAGGED, {"dtype": dtype, "head_dim": head_dim, "heads": heads})
+    for dtype, head_dim, heads in [
+        (BF16, 80, (2, 1)), (FP32, 128, (2, 1)), (BF16, 64, (2, 2)), (FP32, 80, (2, 2)), (BF16, 128, (2, 2)),
+        (FP32, 64, (1, 7)), (FP32, 128, (1, 7)), (BF16, 64, (1, 8)), (BF16, 128, (1, 8)), (FP32, 80, (1, 8)),
+    ]
+}  # fmt: skip
+MARKS = [pytest.mark.long] if DEVICE == "cpu" else []
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "heads"), SHAPES, ids=str)
-def test_paged_attention_equals_the_definition(dtype, head_dim, heads):
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=MARKS) for case in MORE_CASES)])
+def test_paged_attention_equals_the_definition_and_freed_blocks_are_not_read(case):
     """Decodes and prefills, with and without cached prefixes, in one step."""
-    assert error_of(RAGGED, head_dim=head_dim, heads=heads, dtype=dtype) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(("window", "has_sinks"), [(20, False), (100, True), (None, True)])
-def test_windows_and_sinks_equal_the_definition_and_freed_blocks_are_not_read(window, has_sinks):
-    assert error_of(FEW, heads=(1, 2), window=window, has_sinks=has_sinks) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("block_size", [64, 256, 3])  # the other tests have 16
-def test_blocks_of_any_size_hold_the_same(block_size):
-    assert error_of(FEW, block_size=block_size) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
-def test_a_step_of_one_kind_and_a_fused_projections_views(lengths):
-    assert error_of(lengths, packed=True) < TOLERANCE[torch.float32]
+    lengths, given = (CASES | MORE_CASES)[case]
+    assert error_of(lengths, **given) < TOLERANCE[given.get("dtype", FP32)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -68,19 +64,14 @@ def test_the_comparison_notices_an_injected_fault(fault, lengths):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("poisoned", [(0, 0), (2, 17), (3, 4)])
-@pytest.mark.slow
 def test_a_token_that_is_not_finite_reaches_later_queries_of_its_sequence_and_no_others(poisoned, dtype):
-    assert (
-        error_of([(40, 1), (7, 1), (0, 30), (20, 9)], heads=(3, 2), head_dim=80, dtype=dtype, poisoned=poisoned)
-        < TOLERANCE[dtype]
-    )
+    lengths = [(40, 1), (7, 1), (0, 30), (20, 9)]
+    assert error_of(lengths, heads=(3, 2), head_dim=80, dtype=dtype, poisoned=poisoned) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 32])
 def test_any_number_of_splits_gives_the_same(num_splits, monkeypatch):
     """Also more splits than tiles: splits without keys must have weight 0."""
-    from nanoinfer.attention import triton as module
-
     monkeypatch.setattr(module, "num_splits_for", lambda *_: num_splits)
     assert error_of([(0, 1), (63, 1), (64, 1), (299, 1)]) < TOLERANCE[torch.float32]
 
@@ -106,8 +97,6 @@ def test_copied_blocks_hold_what_their_sources_held_before_any_copy(num_copies):
 
 def test_the_blocks_of_many_heads_are_not_too_large_to_be_copied(monkeypatch):
     """256 blocks of flash-attn, with 32 heads of 128 numbers. Of a grid, CUDA limits all axes but the first to 65,535."""
-    from nanoinfer.attention import triton as module
-
     grids = []
     monkeypatch.setattr(module, "_copy_kernel", type("", (), {"__getitem__": lambda _, grid: lambda *_: grids.append(grid)})())
     blocks = torch.arange(256)
@@ -124,7 +113,7 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, con
     """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
     path = tiny_models.save(family, tmp_path, **config)
     prompts = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1]]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     tokens = []
     for backend in ("reference", "triton"):
         llm = LLM(
@@ -136,6 +125,7 @@ def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, con
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 def test_a_poisoned_request_stops_no_other(tmp_path):
     check_poison_free_reuse(tiny_models.save("qwen3", tmp_path, **tiny_models.FEW_HEADS), "triton", device=DEVICE)

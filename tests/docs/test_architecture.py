@@ -1,14 +1,17 @@
 """The core imports nothing of features, the folders have no circle, bookkeeping imports no torch, functions are short."""
 
 import ast
+import glob
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
 import nanoinfer
+from tests.helpers import scripts, shape_checks
 from tools.structure import (
     BUILDERS,
     FILES,
@@ -31,6 +34,7 @@ MAY_IMPORT = {
     "fast": {"interface", "machine", "features", "fast"},
     "users": PARTS.keys(),
 }
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PACKAGES = [PACKAGE, PACKAGE.with_name("nanoinfer_lab"), PACKAGE.with_name("nanoinfer_course")]
 ALL_FILES = {path.relative_to(PACKAGE.parent).as_posix(): path for one in PACKAGES for path in files_of(one)}
 
@@ -65,14 +69,11 @@ def arrows(names):
 
 def test_the_folders_import_each_other_without_a_circle():
     names = [name for name, module in MODULES.items() if folder_of(module) is not None]
-    *_, last = TopologicalSorter(arrows(names)).static_order()
+    graph = arrows(names)
+    *_, last = TopologicalSorter(graph).static_order()
     assert last in PARTS["users"]
-
-
-def test_an_import_that_closes_a_circle_would_be_seen():
-    graph = arrows(["engine/llm_engine.py", "execution/local_executor.py"])
     assert "scheduling" in graph["engine"] & graph["execution"]
-    with pytest.raises(CycleError):
+    with pytest.raises(CycleError):  # an import that closes a circle is seen
         TopologicalSorter(graph | {"scheduling": {"engine"}}).prepare()
 
 
@@ -80,11 +81,32 @@ def test_only_build_opens_the_entry_point_to_fast():
     assert {module for module in imports_of(FILES["build.py"]) if folder_of(module) == "fast"} == {"nanoinfer.fast.accelerate"}
 
 
-def test_the_page_names_every_file_and_folder():
-    listing = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py.typed"))}
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+def test_every_folder_of_the_package_belongs_to_a_part_and_every_folder_of_code_has_its_line():
+    structure, root = scripts.load("structure"), PACKAGE.parent
+    entries = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir()}
+    entries = {name for name in entries if name[0] not in "_." and name != "py.typed"}
+    assert entries == set(" ".join(structure.PARTS.values()).split())
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
     parts = page.partition("\n## The parts of the package\n")[2].partition("\n## ")[0]
-    assert listing - set(re.findall(r"`(\w+(?:\.py|/)?)`", parts)) == set()
+    assert entries - set(re.findall(r"`(\w+(?:\.py|/)?)`", parts)) == set()
+    listed = set(re.findall(r"^- \[([^]]+)/\]", structure.page(), re.MULTILINE))
+    folders = {path.parent.relative_to(root).as_posix() for path in ALL_FILES.values()}
+    paths_alone = "nanoinfer/compat/vllm/modules", "nanoinfer/compat/moved"  # of vLLM, and of modules that have moved
+    assert {one for one in folders if not one.startswith(paths_alone)} - {"nanoinfer"} == listed
+
+
+def test_every_module_that_a_setting_of_the_tools_names_exists():
+    """A move would otherwise switch off a check of types, shapes or lines, and no command would say so."""
+    root = PACKAGE.parent
+    tool = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    named = [f"nanoinfer.{name}" for name in shape_checks.ARITHMETIC] + tool["mypy"]["packages"]
+    named += tool["coverage"]["run"]["source"] + tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    named += [name for override in tool["mypy"]["overrides"] for name in override["module"] if name.startswith("nanoinfer")]
+    places = [root / name.removesuffix(".*").replace(".", "/") for name in named]
+    assert [str(path) for path in places if not path.is_dir() and not path.with_suffix(".py").exists()] == []
+    for pattern in tool["ruff"]["lint"]["per-file-ignores"]:
+        before, among, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", pattern).groups(default="")
+        assert [one for one in among.split(",") if not glob.glob(before + one + after, root_dir=root)] == []
 
 
 FEATURES = sorted(path for path in (PACKAGE / "features").iterdir() if path.is_dir() and path.name[0] != "_")
@@ -102,19 +124,10 @@ def test_a_feature_says_what_it_does_which_hooks_it_uses_and_where_to_change_wha
     assert {path.name for path in folder.glob("*.py")} - {"__init__.py"} <= {file.rpartition("/")[2] for file in files}
 
 
-def test_models_are_python_alone():
-    files = [path for path in (PACKAGE / "models").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {path.suffix for path in files} == {".py"}
-
-
 def test_no_function_is_longer_than_60_lines():
-    long = [
-        f"{name}: {node.name} has {num_lines} lines"
-        for name, path in ALL_FILES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (num_lines := node.end_lineno - node.lineno + 1) > 60
-    ]
-    assert long == []
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in ALL_FILES.items()}
+    functions = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    assert [f"{name}: {node.name}" for name, node in functions if node.end_lineno - node.lineno >= 60] == []
 
 
 # What fast/ needs of a backend, model or sampler is a method or an attribute of their protocols, so a user's own class is as
@@ -142,12 +155,11 @@ def questions_for_types(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_FILES if not name.startswith("nanoinfer/fast/")])
-def test_nobody_asks_for_a_concrete_backend_or_compiled_class(name):
-    assert questions_for_types(ALL_FILES[name].read_text(encoding="utf-8")) == []
-
-
-def test_a_question_for_a_concrete_class_would_be_seen():
+def test_nobody_asks_for_a_concrete_backend_or_compiled_class():
+    files = [name for name in ALL_FILES if not name.startswith("nanoinfer/fast/")]
+    found = {name: questions_for_types(ALL_FILES[name].read_text(encoding="utf-8")) for name in files}
+    assert {name: questions for name, questions in found.items() if questions} == {}
+    # A question would be seen.
     assert {"CPUBackend", "TritonBackend"} <= CONCRETE
     source = "isinstance(a, cpu.CPUBackend | int)\ntype(a).__module__ == 'nanoinfer'\nisinstance(a, int)"
     assert sorted(questions_for_types(source)) == ["isinstance(a, cpu.CPUBackend | int)", "type(a).__module__"]

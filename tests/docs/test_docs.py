@@ -1,5 +1,6 @@
-"""The pages name files that exist, and link to pages that exist."""
+"""The pages name files, symbols and commands that exist, and link to pages that exist."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -19,24 +20,43 @@ NAMES = [
     "one_file/README.md",
 ]
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
+READING = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer*/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_names_files_that_exist(page):
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    names = set(re.findall(r"`([\w./-]+\.(?:py|html))`", text))
+def test_a_page_names_and_links_to_files_and_headings_that_exist(page):
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"`([\w./-]+\.(?:py|html))`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in FOLDERS)] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_links_to_files_and_headings_that_exist(page):
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
         file = page.parent / target if target else page
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def test_the_reading_path_names_what_its_files_define():
+    rows = re.findall(r"^\| \[\S+\]\((\S+\.py)\) ((?:`[\w.]+`(?:, )?)+) \|", READING, re.MULTILINE)
+    assert len(rows) > 20
+    for file, names in rows:
+        tree = ast.parse((ROOT / "docs" / file).read_text(encoding="utf-8"))
+        for name in re.findall(r"`([\w.]+)`", names):
+            body = tree.body
+            for part in name.split("."):
+                [body] = [getattr(node, "body", []) for node in body if part in names_of(node)]
+
+
+def names_of(node):
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+    return {getattr(target, "id", getattr(target, "name", None)) for target in targets}
+
+
+def test_the_chinese_readme_has_commands_and_links_of_the_english_one():
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+    for pattern in (r"^(?:\.venv|make|pip|nanoinfer|python)\b[ -\"$-~]*$", r"\]\((?!README)([^)]+)\)"):
+        assert set(re.findall(pattern, chinese, re.MULTILINE)) <= set(re.findall(pattern, english, re.MULTILINE))
 
 
 def test_the_commands_and_folders_for_agents_exist():
@@ -48,24 +68,3 @@ def test_the_commands_and_folders_for_agents_exist():
     paths = re.findall(r"`([\w./]+/[\w.]*)`", page)
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_each_lesson_fills_its_time_and_every_notebook_is_in_a_lesson():
-    page = (ROOT / "docs" / "teaching.md").read_text(encoding="utf-8")
-    lessons = [part for part in page.split("\n## ") if part[0].isdigit()]
-    assert len(lessons) == 4
-    for lesson in lessons:
-        assert sum(int(minutes) for minutes in re.findall(r"^\| (\d+) \|", lesson, re.MULTILINE)) == 90
-        assert (ROOT / "docs" / re.search(r"\]\((pictures/[\w-]+\.svg)\)", lesson)[1]).exists()
-    chapters = (ROOT / "notebooks").glob("[0-9d]*.ipynb")
-    assert set(re.findall(r"notebooks/(\S+\.ipynb)\)", page)) == {path.name for path in chapters}
-
-
-def test_what_the_other_engines_of_the_table_run_on_is_missing_here_by_name():
-    page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    (ours,) = [row for row in rows if row[0] == "nanoinfer"]
-    vendors = {word for row in rows[1:] for word in re.findall(r"\b[A-Z]\w+", row[4]) if row is not ours}
-    missing = page.split("### What other engines have and nanoinfer does not")[1].split("\n## ")[0]
-    assert vendors - set(re.findall(r"\w+", ours[4])) == {"AMD", "Apple"} <= set(re.findall(r"\w+", missing))
-    assert "(#what-other-engines-have-and-nanoinfer-does-not)" in ours[-1]

@@ -1,16 +1,21 @@
-"""What a package index shows: README's links, the changelog, renamed modules, the version."""
+"""What is published: README's links on an index, versions, renamed modules, the wheel, the container."""
 
+import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import nanoinfer
 from nanoinfer.compat.moved_modules import MOVED
+from tests.docs.test_coming_from import parsed
 from tools import address
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PUBLIC = "https://github.com/owner/name"
 
 
@@ -31,15 +36,6 @@ def test_on_an_index_the_links_of_the_readme_lead_to_files_of_the_repository_or_
     paths = [target.removeprefix(raw).removeprefix(f"{PUBLIC}/blob/main/") for target in targets]
     assert [path for path in paths if not path.startswith("https://") and not (ROOT / path.partition("#")[0]).exists()] == []
     assert f"{raw}docs/pictures/replay-light.gif" in text
-
-
-def test_a_release_has_at_most_15_lines_for_users_in_the_changelog():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    releases = {part.split("]")[0]: part.splitlines()[1:] for part in text.split("\n## [")[1:]}
-    lines = {name: [line for line in part if line and not line.startswith("### ")] for name, part in releases.items()}
-    assert {name: len(found) for name, found in lines.items() if not 0 < len(found) <= 15} == {}
-    assert [line for found in lines.values() for line in found if len(line) > 140] == []
-    assert "](docs/names.md)" in text
 
 
 def test_a_renamed_module_is_gone_and_its_new_place_exists():
@@ -71,3 +67,40 @@ def test_the_wheel_has_every_file_of_the_packages():
     files = [path for path in ROOT.glob("nanoinfer*/**/*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) > 200
     assert {path.relative_to(ROOT).as_posix() for path in files} - included == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"), [("constraints-smoke.txt", ["server", "structured"]), ("constraints-lowest.txt", [])]
+)
+def test_the_oldest_versions_that_are_tested_are_the_lower_bounds(name, extras):
+    """Those to run with, and of the extra "test" those to test with."""
+    optional = PROJECT["project"]["optional-dependencies"]
+    lists = [PROJECT["project"]["dependencies"], *(optional[extra] for extra in extras)]
+    names = {Requirement(line).name for lines in lists for line in lines}
+    lines = [*(line for each in lists for line in each), *(optional["test"] if name == "constraints-lowest.txt" else [])]
+    bounds = {one.name: specifier.version for one in map(Requirement, lines) for specifier in one.specifier}
+    pins = dict(line.split("==") for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line[0] != "#")
+    wrong = {one for one in names & bounds.keys() if not re.fullmatch(rf"{re.escape(bounds[one])}(\.0)*", pins[one])}
+    assert (wrong, len(names & bounds.keys()) > 4) == (set(), True)
+
+
+def test_the_container_copies_what_the_wheel_is_made_of_and_starts_a_command_that_exists():
+    lines = re.sub(r"\\\n *", "", (ROOT / "Dockerfile").read_text(encoding="utf-8")).splitlines()
+    said = {
+        word: [line.partition(" ")[2] for line in lines if line.startswith(f"{word} ")] for word in ("COPY", "EXPOSE", "CMD")
+    }
+    copied = {name for line in said["COPY"] for name in line.split()[:-1]}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert copied == {line[1:] for line in ignored if line.startswith("!")}
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} | set(
+        PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    ) == copied
+    [install] = [shlex.split(line) for line in lines if line.startswith("RUN pip install")]
+    extras = re.fullmatch(r"\.\[(.*)\]", install[-1])[1].split(",")
+    assert set(extras) <= PROJECT["project"]["optional-dependencies"].keys()
+    [command] = [json.loads(line.partition(" ")[2]) for line in lines if line.startswith("ENTRYPOINT ")]
+    assert command[0] in PROJECT["project"]["scripts"]
+    context = parsed([*command[1:], *json.loads(said["CMD"][-1])])
+    assert str(context.params["port"]) == said["EXPOSE"][0]
+    assert any(f"127.0.0.1:{said['EXPOSE'][0]}/health" in line for line in lines)
+    assert next(line for line in lines if line.startswith("USER ")) != "USER root"

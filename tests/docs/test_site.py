@@ -1,7 +1,6 @@
 """The documentation site that `make docs` has built: its search answers, its parts live. Skipped where there is no site."""
 
 import http.server
-import json
 import re
 import threading
 from functools import partial
@@ -10,22 +9,10 @@ from pathlib import Path
 import pytest
 
 SITE = Path(__file__).parents[2] / "build" / "site"
-WORDS = [
-    *(
-        "preemption",
-        "print",
-        "roofline",
-        "prefix caching",
-        "paged attention",
-        "scheduler",
-        "sampling",
-        "temperature",
-        "top_p",
-        "logprobs",
-    ),
-    *("beam search", "speculative", "quantization", "int8", "tensor parallel", "chunked prefill", "KV cache", "block", "seed"),
-    *("LLM.generate", "SamplingParams", "max_tokens", "chat template", "json schema"),
-]
+WORDS = (
+    "preemption,roofline,prefix caching,paged attention,scheduler,temperature,top_p,beam search,quantization,tensor parallel,"
+    "chunked prefill,KV cache,LLM.generate,SamplingParams,json schema"
+).split(",")
 # The messages of Material's search worker: 0 sets it up, 1 is its answer, 2 asks, 3 is the result.
 ASK = """async queries => {
     const index = await (await fetch("search/search_index.json")).json();
@@ -78,17 +65,9 @@ def test_the_search_answers_words_and_all_their_beginnings(address, browser):
     beginnings = {word[:num].strip() for word in WORDS for num in range(1, len(word) + 1)}
     found = page.evaluate(ASK, sorted(beginnings))
     page.close()
-    assert len(WORDS) == 24
     assert {query: what for query, what in found.items() if not isinstance(what, list)} == {}
     assert [word for word in WORDS if not found[word]] == []
     assert any(location.startswith("notebooks/03_") for location in found["paged attention"][:3])
-
-
-def test_the_search_reads_no_code_of_notebooks_solutions_and_the_api(address):
-    docs = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    texts = [doc["text"] for doc in docs if doc["location"].startswith(("notebooks/", "api/"))]
-    assert len(texts) > 300
-    assert [text for text in texts if "import torch" in text or "print(" in text] == []
 
 
 def test_every_page_is_in_llms_txt_and_every_link_leads_to_a_page(address):
@@ -99,7 +78,7 @@ def test_every_page_is_in_llms_txt_and_every_link_leads_to_a_page(address):
     assert text.startswith("# nanoinfer\n\n> ")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (768, "dark"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_pages_have_no_error_and_nothing_wider_than_the_page(address, browser, scheme, width):
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     errors = []
@@ -174,18 +153,12 @@ def test_every_interactive_part_lives_and_asks_no_other_server(address, browser)
     assert (outside, errors) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["Learn", "Use", "Understand", "Project", "Appendix"])
-def test_the_navigation_has_its_parts(address, browser, name):
+def test_the_navigation_has_its_parts_a_former_address_leads_on_and_folds_are_closed(address, browser):
     page = browser.new_page()
     page.goto(address)
-    page.locator(".md-tabs").get_by_role("link", name=name, exact=True).click()
-    assert page.locator("h1").count() == 1
-    assert page.locator(".md-tabs__item--active").inner_text().strip() == name
-    page.close()
-
-
-def test_a_former_address_leads_to_the_notebook_and_its_folds_are_closed(address, browser):
-    page = browser.new_page()
+    for name in ("Learn", "Use", "Understand", "Project", "Appendix"):
+        page.locator(".md-tabs").get_by_role("link", name=name, exact=True).click()
+        assert page.locator(".md-tabs__item--active").inner_text().strip() == name
     page.goto(address + "notebooks/07_beam_search/")
     page.wait_for_url("**/notebooks/d1_beam_search/")
     page.goto(address + "notebooks/03_pages/")

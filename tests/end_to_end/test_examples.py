@@ -1,4 +1,7 @@
-"""Every example runs, offline and without a warning, and is short. Those with a client have a server of their own."""
+"""Every example runs, offline and without a warning, and is short. Those with a client have a server of their own.
+
+Those that take seconds run where they or what they import have changed (tests/ran.py), and with `-m long`.
+"""
 
 import os
 import re
@@ -10,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from nanoinfer import AsyncLLM
+from tests import ran
 from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 EXAMPLES = [path for path in EXAMPLES if path.stem != "coding_agent"]  # test_coding_agent.py
+
+SECONDS = {"grpo", "tensor_parallel", "benchmark", "tool_loop", "openai_structured_output"}
 
 # What each must print: something that only a right run can say.
 SAYS = {
@@ -101,7 +107,13 @@ def environment(path, request):
         yield {}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in SECONDS and not ran.is_due(path)))
+        for path in EXAMPLES
+    ],
+)
 def test_an_example_runs_and_is_short(path, environment, tmp_path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < (120 if path.stem == "grpo" else 40)
     if path.stem.startswith(("ray_", "trl_")):  # they use what pydantic or transformers has deprecated; Ray must not be forked

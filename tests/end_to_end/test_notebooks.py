@@ -1,4 +1,7 @@
-"""Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed."""
+"""Every notebook runs from top to bottom, offline and without a warning, in seconds, and its outputs are committed.
+
+Those of the core run always, the others where they or what they import have changed (tests/ran.py), and with `-m long`.
+"""
 
 import ast
 import itertools
@@ -22,10 +25,10 @@ from nbclient import NotebookClient
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import nanoinfer
 from benchmarks.device import checks
 from benchmarks.device.parts import PARTS
 from nanoinfer.attention.base import BACKENDS
+from tests import ran
 from tests.helpers import forked
 
 pytestmark = pytest.mark.slow
@@ -34,81 +37,14 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9d]*.ipynb"))
 SOLUTIONS = sorted((FOLDER / "solutions").glob("[0-9d][0-9]*.py"))
-PACKAGE = Path(nanoinfer.__file__).parent
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+ALWAYS = {"00a_attention_primer", "00b_an_engine_in_60_lines", "01_a_tokens_journey", "03_pages"}
 EMULATED = "d9_inside_a_gpu_kernel"  # compiles kernels, for which Triton's interpreter must be off in the process
 BEFORE = {  # smaller products than those that measure a machine, and one round of training
     "04_prefill_and_decode": "from nanoinfer_lab.bench import roofline\nroofline.GEMM_SIZE['cpu'] = 256",
     "d8_reinforcement_learning_with_an_engine": "import os\nos.environ['ROUNDS'] = '1'",
 }
-# {text of a cell: what runs here}. Whether a notebook works does not depend on how often it measures a time, or on the sizes
-# for which it does. What it asserts stays.
-LESS = {
-    "02_attention_with_and_without_a_kv_cache": {
-        "STRIDE = 32": "STRIDE = 128",
-        "for _ in range(3):  # all lengths": "for _ in range(1):  # all lengths",
-    },
-    "04_prefill_and_decode": {
-        "for seed in range(2):": "for seed in range(1):",
-        "num_decodes=8": "num_decodes=2",
-        '"n_layer": 6': '"n_layer": 1',
-    },
-    "07_the_sampler_stage_by_stage": {"num_stories = 40": "num_stories = 5"},
-    "d1_beam_search": {
-        "max_num_seqs=1959": "max_num_seqs=100",
-        "beam_width=1959": "beam_width=100",
-        "heroes = list(stories.HEROES)": "heroes = list(stories.HEROES)[:4]",
-    },
-    "d2_why_the_same_prompt_can_give_other_bits": {
-        "range(150, len(story), 7)": "range(150, len(story), 50)",
-        "NUMS_OF_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63)": "NUMS_OF_ROWS = (1, 2, 17, 63)",
-        "for _ in range(3):": "for _ in range(1):",
-        "time_prompts((64, 256, 500))": "time_prompts((64,))",
-        "time_prompts((500, 1000), model=folder": "time_prompts((64,), model=folder",
-    },
-    "d4_fast_top_k_and_top_p": {
-        "repeats=2": "repeats=1",
-        "BATCHES = (1, 16, 64)": "BATCHES = (1, 4, 8)",
-        "torch.randn(200, 50_257": "torch.randn(20, 50_257",
-        "((1_000, 2048), (50_257, 32))": "((1_000, 256), (50_257, 8))",
-    },
-    "d5a_write_your_own_model": {
-        "windows = (48, 96, 128)": "windows = (48, 96)",
-        "0.7, num=12)": "0.7, num=1)",
-        "max_tokens=200, seed=seed": "max_tokens=50, seed=seed",
-        "max_tokens=100, ignore_eos=True)": "max_tokens=20, ignore_eos=True)",
-        "for window in (10**9, 32):": "for window in (32,):",
-    },
-    "d5b_write_your_own_stage": {"num=16": "num=4"},
-    "d5d_write_your_own_drafter": {"ROUNDS = 6": "ROUNDS = 2"},
-    "d5c_write_your_own_scheduler": {
-        "for AtRandom.seed in range(12):": "for AtRandom.seed in range(4):",
-        "assert len(orders) == 12": "assert len(orders) == 4",
-    },
-    "10_speculative_decoding": {
-        "prompts, each)) for _ in range(3)": "prompts, each)) for _ in range(1)",
-        "max_tokens=24, ignore_eos=True) for i in range(32)": "max_tokens=12, ignore_eos=True) for i in range(32)",
-    },
-    "06_serving": {
-        "NUM_REQUESTS, NUM_RUNS = 200, 3": "NUM_REQUESTS, NUM_RUNS = 10, 1",
-        "LOADS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.5)": "LOADS = (0.5, 2.5)",
-        "[0.2 * i for i in range(5)]": "[0.0]",
-        "[SHORT] * 5": "[SHORT]",
-    },
-    "09_structured_output": {"LARGE = 151_936": "LARGE = 20_000"},
-    "d10_which_settings_which_machine": {
-        "NUM_REQUESTS = 100": "NUM_REQUESTS = 30",
-        "NUM_LONG = 80": "NUM_LONG = 16",
-        "NUM_MEASURED = 40": "NUM_MEASURED = 8",
-        "for run in range(4)": "for run in range(2)",
-    },
-    "d8_reinforcement_learning_with_an_engine": {
-        'Policy("tiny-qwen3", "float32"), ROUNDS)': 'Policy("tiny-qwen3", "float32"), ROUNDS, answers=2)',
-        "SamplingParams(n=2, max_tokens=200": "SamplingParams(n=1, max_tokens=100",
-    },
-}
-
-
+LESS = tomllib.loads(Path(__file__).with_name("notebooks.toml").read_text(encoding="utf-8"))  # smaller measurements
 UNCOMPARED = {
     "06_serving",  # tokens of a stream arrive together or apart
     "d2_why_the_same_prompt_can_give_other_bits",  # the last bits of torch's kernels decide about words
@@ -125,14 +61,10 @@ def code_of(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def classes_in(source):
-    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
-
-
-def test_their_numbers_have_no_gap():
-    course = ["00a", "00b", *(f"{number:02}" for number in range(1, 12))]
-    deep_dives = ["d1", "d2", "d3", "d4", "d5a", "d5b", "d5c", "d5d", "d6", "d7", "d8", "d9", "d10"]
-    assert sorted(path.stem.split("_")[0] for path in NOTEBOOKS) == course + sorted(deep_dives)
+def due(paths):
+    """Each path as a parameter. Those that have run as they are now are marked long."""
+    rest = {path: path.stem not in ALWAYS and not ran.is_due(path) for path in paths}
+    return [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * rest[path]) for path in paths]
 
 
 def requirements_of(*extras):
@@ -172,7 +104,7 @@ def compare(new, stored, stem):
         assert words_of(new, number) == words_of(stored, number), "run: python notebooks/run.py"
 
 
-@notebooks
+@pytest.mark.parametrize("path", due(NOTEBOOKS))
 def test_a_notebook_runs_anew_without_a_warning(path, tmp_path):
     if path.stem == EMULATED and find_spec("triton") is None:
         pytest.skip("Triton is published for Linux")
@@ -201,17 +133,13 @@ def test_what_the_cells_import_comes_with_the_extra():
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    roots = {module.partition(".")[0] for module in modules} - {
-        "nanoinfer",
-        "drawing",
-        "grpo",
-        "tests",
-        *sys.stdlib_module_names,
-    }
+    ours = {"nanoinfer", "drawing", "grpo", "tests"}
+    roots = {module.partition(".")[0] for module in modules} - ours - {*sys.stdlib_module_names}
     assert {"torch", "matplotlib"} <= roots
     assert not distributions_of(roots) - requirements_of("notebooks")
 
 
+@pytest.mark.long
 def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     """It runs on a GPU alone, so it has no outputs here."""
     notebook = read(FOLDER / "gpu.ipynb")
@@ -228,6 +156,7 @@ def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     assert used == {"pytest", "hypothesis"} == set(install.rpartition("-e . ")[2].split())
 
 
+@pytest.mark.long
 def test_a_notebook_runs_in_jupyters_kernel(tmp_path):
     """As notebooks/run.py runs all of them. The others run in IPython alone, which starts sooner."""
     client = NotebookClient(
@@ -257,26 +186,6 @@ def test_what_a_notebook_shows_is_committed_with_it(path):
     assert not re.search(r"[\"' (](/(home|root|work|tmp|usr|var|Users)/|[A-Z]:\\\\)", path.read_text(encoding="utf-8"))
 
 
-@notebooks
-def test_a_notebook_tells_more_than_it_shows_and_asks_at_the_end(path):
-    notebook = read(path)
-    text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    paragraphs = [paragraph for source in text for paragraph in source.split("\n\n")]
-    assert len(paragraphs) >= 1.5 * sum("figure" not in cell.metadata.get("tags", []) for cell in code_of(notebook))
-    assert text[0].startswith(f"# {path.stem.split('_')[0]} · ")
-    assert path.stem.startswith("00") or any(line.startswith("## Questions") for source in text for line in source.splitlines())
-    assert any(line.startswith("## Exercises") for line in text[-1].splitlines())
-
-
-def test_the_notebooks_take_the_package_apart_and_copy_none_of_it():
-    of_the_package = set().union(
-        *(classes_in(file.read_text(encoding="utf-8")) for file in PACKAGE.parent.glob("nanoinfer*/**/*.py"))
-    )
-    assert len(of_the_package) > 100
-    for path in NOTEBOOKS:
-        assert not of_the_package & set().union(*(classes_in(cell.source) for cell in code_of(read(path)))), path.stem
-
-
 @pytest.fixture
 def solutions_imports(monkeypatch):
     """What a solution may import besides the package, and the state of the process as it was, afterwards."""
@@ -294,14 +203,7 @@ def solutions_imports(monkeypatch):
         sys.modules.pop(name, None)
 
 
-# By default half of the solutions, without one that takes as long as its notebook, which trains in the same way.
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (i % 2 or path.stem.startswith("d8_")))
-        for i, path in enumerate(path for path in SOLUTIONS if path.stem != EMULATED)
-    ],
-)
+@pytest.mark.parametrize("path", due([path for path in SOLUTIONS if path.stem != EMULATED]))
 def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(path))
@@ -309,12 +211,13 @@ def test_the_solutions_run_offline(path, solutions_imports, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is published for Linux")
-def test_the_solutions_that_compile_kernels_run_offline(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", due([path for path in SOLUTIONS if path.stem == EMULATED]))
+def test_the_solutions_that_compile_kernels_run_offline(path, tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is published for Linux")
     monkeypatch.syspath_prepend(str(FOLDER))
-    run = forked.run_script(FOLDER / "solutions" / f"{EMULATED}.py", cwd=tmp_path, fresh=True)
+    run = forked.run_script(path, cwd=tmp_path, fresh=True)
     assert run.returncode == 0, run.stderr
-    compare(run.stdout, (FOLDER / "solutions" / f"{EMULATED}.txt").read_text(encoding="utf-8"), EMULATED)
+    compare(run.stdout, path.with_suffix(".txt").read_text(encoding="utf-8"), EMULATED)
     assert not list(tmp_path.iterdir())
 
 
@@ -324,3 +227,19 @@ def test_every_exercise_has_a_solution():
         exercises = read(notebook).cells[-1].source.split("## Exercises")[1]
         numbers = re.findall(r"^(\d+)\. ", exercises, re.MULTILINE)
         assert re.findall(r"^# Exercise (\d+): ", solution.read_text(encoding="utf-8"), re.MULTILINE) == numbers, solution.stem
+
+
+def test_a_notebook_is_due_when_it_or_what_it_imports_changes(tmp_path):
+    code = "import drawing\nfrom nanoinfer.features.drafts.ngram import Ngram\nimport nanoinfer_lab.bench.roofline\n"
+    code += "from nanoinfer import LLM\nfrom nanoinfer.sampling import stages\nfrom nanoinfer.errors import NanoinferError"
+    used = "nanoinfer/errors.py nanoinfer/features/drafts nanoinfer/sampling nanoinfer_lab/bench notebooks/drawing.py"
+    assert sorted(map(ran.name_of, ran.places_of(code, FOLDER))) == used.split()
+    files = [tmp_path / name for name in ("one.py", "helper.py")]
+    digests = []
+    for texts in (("import helper", "x = 1"), ("import helper", "x = 2"), ("import helper ", "x = 2")):
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        for cached in (ran.digest_of, ran.digest_of_place):
+            cached.cache_clear()
+        digests.append(ran.digest_of(files[0]))
+    assert len(set(digests)) == 3

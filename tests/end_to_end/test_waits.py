@@ -24,19 +24,28 @@ PROMPTS = [[1, 2, 3], list(range(7))]  # the second has two chunks
 FIRST_USE = {"cudagraph_capture": "first_use"}  # for most tests, all graphs would take too long
 READ = "sampler.read"  # the sampled tokens
 EXPERTS = "qwen_moe.sum_of_experts"  # how many tokens each expert has
-FAMILIES = {  # and the number of layers with experts. Those after the third are slow, and the last three have layers of others
-    "gpt2": 0, "qwen3": 0, "qwen3_moe": 2, "gpt_oss_window": 3, "gemma3_window": 0, "qwen3_5": 0, "llama": 0, "qwen2": 0,
+# family -> its number of layers with experts, of two in all. Those after the third are slow, and the last three repeat others.
+FAMILIES = {
+    "gpt2": 0, "qwen3": 0, "qwen3_moe": 2, "gpt_oss_window": 2, "gemma3_window": 0, "qwen3_5": 0, "llama": 0, "qwen2": 0,
     "mistral_window": 0,
 }  # fmt: skip
+SMALLER = {
+    "gpt_oss_window": {"num_hidden_layers": 2},
+    "gemma3_window": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}
 
 
 def params(**more):
     return SamplingParams(**{"temperature": 0, "max_tokens": 3, "ignore_eos": True, "detokenize": False} | more)
 
 
-def waits_of(path, run, *, token_id=1, **settings):
-    """Call run(llm) with fake CUDA tensors. Returns the places where the host waited, and the number of steps that sampled."""
-    num_steps = 0
+def waits_of(path, runs, **settings):
+    """Call each run(llm) with fake CUDA tensors.
+
+    Returns: for each run the places where the host waited, and the number of steps that sampled.
+    """
+    num_steps, found = 0, {}
 
     def counted(executor, step):
         nonlocal num_steps
@@ -46,10 +55,17 @@ def waits_of(path, run, *, token_id=1, **settings):
     collect = LocalExecutor.collect
     with fake_cuda() as gpu, mock.patch.object(LocalExecutor, "collect", counted):
         llm = LLM(path, device="cuda:0", **{"kv_cache_memory": 2**24, "chunk_size": 4} | FIRST_USE | settings)
-        gpu.waits.clear()
-        gpu.token_id = token_id
-        run(llm)
-    return Counter(gpu.waits), num_steps
+        for name, run in runs.items():
+            gpu.waits.clear()
+            num_steps, gpu.token_id = 0, 64 if name == "a grammar" else 1
+            run(llm)
+            found[name] = Counter(gpu.waits), num_steps
+    return found
+
+
+def assert_only_tokens_are_read(found, **more):
+    """more: How often the host waits elsewhere."""
+    assert found == {name: (Counter({READ: num_steps} | more), num_steps) for name, (_, num_steps) in found.items()}
 
 
 def test_all_graphs_are_captured_while_the_model_is_loaded(qwen3_path):
@@ -59,9 +75,10 @@ def test_all_graphs_are_captured_while_the_model_is_loaded(qwen3_path):
         generating(params())(llm)
         assert [table.graphs for table in tables] == before
         assert set(before[0]) == set(llm.engine.executor.runner.graphs.shapes)
-        assert {num_rows for num_rows, _ in before[1]} == {1, 2, 3}
+        assert {num_rows for num_rows, _ in before[1]} == {1, 2}
 
-    assert set(waits_of(qwen3_path, run, max_num_seqs=3, max_num_batched_tokens=16, cudagraph_capture="load")[0]) == {READ}
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "cudagraph_capture": "load"}
+    assert_only_tokens_are_read(waits_of(qwen3_path, {"load": run}, **settings))
 
 
 def generating(sampling, **options):
@@ -81,64 +98,64 @@ def generating(sampling, **options):
     ],
 )
 def test_a_step_reads_its_tokens_and_which_experts_compute(family, enforce_eager, tmp_path):
-    waits, num_steps = waits_of(tiny_models.save(family, tmp_path), generating(params()), enforce_eager=enforce_eager)
+    path, run = tiny_models.save(family, tmp_path, **SMALLER.get(family, {})), {family: generating(params(max_tokens=2))}
+    waits, num_steps = waits_of(path, run, enforce_eager=enforce_eager)[family]
     assert waits == Counter({READ: num_steps, EXPERTS: FAMILIES[family] * num_steps})
 
 
 FEATURES = {
-    "drawn": (params(temperature=0.8), {}),
-    "n": (params(temperature=0.8, n=3), {}),
-    "filters": (params(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1), {}),
-    "a large top_k": (params(temperature=0.8, top_k=90), {}),
-    "all kinds of rows": ([params(), params(temperature=1, top_k=4, min_p=0.1)], {}),
-    "penalties": (params(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2), {}),
-    "lists": (params(min_tokens=2, stop_token_ids=[3], logit_bias={5: 1.0}, allowed_token_ids=[1, 2, 5]), {}),
-    "stages": (params(temperature=0.8, top_p=0.9), {"enforce_eager": True}),
-    "drafts": (params(max_tokens=9), {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}),
+    "drawn": params(temperature=0.8),
+    "n": params(temperature=0.8, n=3),
+    "filters": params(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1),
+    "a large top_k": params(temperature=0.8, top_k=90),
+    "all kinds of rows": [params(), params(temperature=1, top_k=4, min_p=0.1)],
+    "penalties": params(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2),
+    "lists": params(min_tokens=2, stop_token_ids=[3], logit_bias={5: 1.0}, allowed_token_ids=[1, 2, 5]),
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_step_reads_its_tokens_alone(feature, tmp_path):
-    sampling, settings = FEATURES[feature]
-    waits, num_steps = waits_of(tiny_models.save("qwen3", tmp_path), generating(sampling), **settings)
-    assert waits == {READ: num_steps}
+def test_a_step_reads_its_tokens_alone_whatever_is_asked_for(qwen3_path):
+    assert_only_tokens_are_read(waits_of(qwen3_path, {name: generating(sampling) for name, sampling in FEATURES.items()}))
+
+
+SETTINGS = {
+    "stages": (params(temperature=0.8, top_p=0.9), {"enforce_eager": True}),
+    "drafts": (params(max_tokens=9), {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}),
+    "draft model": (params(max_tokens=9), {"speculative_config": {"method": "draft_model"}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_reads_its_tokens_alone_with_other_settings(qwen3_path, name):
+    sampling, settings = SETTINGS[name]
+    if name == "draft model":
+        settings = {"speculative_config": settings["speculative_config"] | {"model": str(qwen3_path)}}
+    assert_only_tokens_are_read(waits_of(qwen3_path, {name: generating(sampling)}, **settings))
 
 
 def test_a_step_with_a_grammar_reads_its_tokens_alone():
     sampling = params(ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="(.|\\n)*"))
-    waits, num_steps = waits_of(None, generating(sampling), token_id=64)
-    assert waits == {READ: num_steps}
+    assert_only_tokens_are_read(waits_of(None, {"a grammar": generating(sampling)}))
 
 
 @pytest.mark.slow
-def test_a_step_of_a_draft_model_reads_its_tokens_alone(tmp_path):
-    path = tiny_models.save("qwen3", tmp_path)
-    drafts = {"method": "draft_model", "model": str(path)}
-    waits, num_steps = waits_of(path, generating(params(max_tokens=9)), speculative_config=drafts)
-    assert waits == {READ: num_steps}
-
-
-@pytest.mark.slow
-def test_a_step_with_adapters_reads_its_tokens_alone_and_an_adapter_is_copied_once(tmp_path):
-    path = tiny_models.save("qwen3", tmp_path)
-    shapes = linear_shapes(path)
+def test_a_step_with_adapters_reads_its_tokens_alone_and_an_adapter_is_copied_once(qwen3_path, tmp_path):
+    shapes = linear_shapes(qwen3_path)
     write_adapter(tmp_path / "adapter", shapes)
     requests = [LoRARequest("adapter", 1, str(tmp_path / "adapter")), None]
-    waits, num_steps = waits_of(path, generating(params(), lora_request=requests), enable_lora=True)
-    assert waits == {READ: num_steps, "adapters._activate": 2 * len(shapes)}
+    found = waits_of(qwen3_path, {"adapters": generating(params(), lora_request=requests)}, enable_lora=True)
+    assert_only_tokens_are_read(found, **{"adapters._activate": 2 * len(shapes)})
 
 
 @pytest.mark.slow
-def test_rows_that_return_more_are_read_together(tmp_path):
+def test_rows_that_return_more_are_read_together(qwen3_path):
     """The ids, values and ranks of all rows are a tensor each. They are there when the first has been read."""
-    path = tiny_models.save("qwen3", tmp_path)
-    waits, num_steps = waits_of(path, generating(params(logprobs=2)))
-    assert waits == {READ: num_steps, "token_logprobs.<genexpr>": 3 * num_steps}
-    waits, num_steps = waits_of(path, generating(params(prompt_logprobs=2)), chunk_size=32)
-    assert waits == {READ: num_steps, "token_logprobs.<genexpr>": 3 * len(PROMPTS)}
-    waits, num_steps = waits_of(path, lambda llm: llm.embed(PROMPTS))
-    assert waits == {READ: num_steps, "methods.<listcomp>": len(PROMPTS)}
+    runs = {"logprobs": generating(params(logprobs=2)), "prompt_logprobs": generating(params(prompt_logprobs=2))}
+    found = waits_of(qwen3_path, runs | {"embed": lambda llm: llm.embed(PROMPTS)}, chunk_size=32)
+    (answers, num_steps), (prompts, num_others), (embedded, num_embedded) = found.values()
+    assert answers == {READ: num_steps, "token_logprobs.<genexpr>": 3 * num_steps}
+    assert prompts == {READ: num_others, "token_logprobs.<genexpr>": 3 * len(PROMPTS)}
+    assert embedded == {READ: num_embedded, "methods.<listcomp>": len(PROMPTS)}
 
 
 # ---- what the tests above would notice
@@ -154,13 +171,25 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("fault", INJECTED)
-def test_an_injected_wait_is_noted(fault, tmp_path):
+def test_an_injected_wait_is_noted(qwen3_path):
     """By a stage of the user's own."""
-    stages = (*STAGES, lambda logits, batch: INJECTED[fault](logits))
-    waits, num_steps = waits_of(tiny_models.save("qwen3", tmp_path), generating(params()), stages=stages, enforce_eager=True)
-    assert waits.pop("logits_processors.run") >= num_steps
-    assert waits == {READ: num_steps}
+    injected = None
+
+    def stage(logits, batch):
+        return injected(logits)
+
+    def injecting(fault):
+        def run(llm):
+            nonlocal injected
+            injected = INJECTED[fault]
+            generating(params())(llm)
+
+        return run
+
+    runs = {fault: injecting(fault) for fault in INJECTED}
+    for waits, num_steps in waits_of(qwen3_path, runs, stages=(*STAGES, stage), enforce_eager=True).values():
+        assert waits.pop("logits_processors.run") >= num_steps
+        assert waits == {READ: num_steps}
 
 
 WRONG = {
@@ -170,8 +199,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_tensor_on_another_device_and_a_shape_that_depends_on_values_are_refused(fault, tmp_path):
+def test_a_tensor_on_another_device_and_a_shape_that_depends_on_values_are_refused(qwen3_path, fault):
     stage, error, message = WRONG[fault]
     stages = (*STAGES, lambda logits, batch: stage(logits))
     with pytest.raises(error, match=message):
-        waits_of(tiny_models.save("qwen3", tmp_path), generating(params()), stages=stages, enforce_eager=True)
+        waits_of(qwen3_path, {fault: generating(params())}, stages=stages, enforce_eager=True)

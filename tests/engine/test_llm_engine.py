@@ -5,16 +5,13 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.errors import NanoinferError
-from nanoinfer.features.tracing import RequestFinished, StepScheduled, StepTimed
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.routes import RoutedSampler
@@ -42,6 +39,9 @@ def engine_for(
         scheduler=SchedulerConfig(chunk_size=chunk_size, max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
     )
     return make_engine(copy.deepcopy(model), config)  # its modules are replaced by faster ones
+
+
+of_one_model = pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 
 
 def greedy(max_tokens, **params):
@@ -88,13 +88,19 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_do_not_depend_on_how_the_requests_are_run(model, way):
+@pytest.fixture(scope="module")
+def dense(model):
+    """Prompts of which two share six blocks, and their 20 greedy tokens."""
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in (1, 5, 13, 40, 63)]
-    prompts.append(prompts[3][:24] + random_prompt(rng, 9))  # shares six blocks with another
-    expected = [dense_greedy(model, prompt, 20) for prompt in prompts]
+    prompts.append(prompts[3][:24] + random_prompt(rng, 9))
+    return prompts, [dense_greedy(model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_how_the_requests_are_run(model, dense, way):
+    prompts, expected = dense
     engine = engine_for(model, **WAYS[way])
     batches = [[prompt] for prompt in prompts] if way == "alone" else [prompts]
     answers = []
@@ -118,6 +124,7 @@ def test_few_blocks_really_preempt_and_a_second_run_really_hits_the_prefix_cache
     assert again.output.outputs[0].token_ids == first[-1].output.outputs[0].token_ids
 
 
+@of_one_model
 def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     """Not only the greedy token: the rows themselves, where prompts, chunks and decodes share a step."""
     rng = random.Random(2)
@@ -142,71 +149,7 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     assert any(plan.num_decode_tokens and plan.num_prefill_tokens for plan in plans)  # they did share a step
 
 
-LENGTHS = st.integers(1, 300)
-
-
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32),
-    chunk_size=st.integers(1, 64),
-    num_blocks=st.integers(4, 64),
-    backend=st.sampled_from(["cpu", "cpu", "reference"]),
-    is_async=st.booleans(),
-)
-def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend, is_async):
-    """25 requests per example, 200 in all: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error.
-
-    Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (a
-    rough estimate).
-    """
-    rng = random.Random(seed)
-    engine = engine_for(
-        model,
-        num_blocks=num_blocks,
-        chunk_size=chunk_size,
-        backend=backend,
-        max_num_seqs=rng.choice([3, 16]),
-        is_async=is_async,
-    )
-    alone = engine_for(model, num_blocks=num_blocks, prefix_caching=False)
-    shared = random_prompt(rng, 200)
-    requests, aborted = [], set()
-    for _ in range(25):
-        length = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
-        num_shared = rng.choice([0, rng.randint(0, 200)])
-        prompt = (shared[:num_shared] + random_prompt(rng, 300))[:length]
-        requests.append(engine.add_request(prompt, greedy(rng.randint(1, 12))))
-        for _ in range(rng.randint(0, 3)):
-            engine.step()
-        if rng.random() < 0.15:
-            victim = rng.choice(requests)
-            if not victim.output:
-                aborted.add(victim.request_id)
-                engine.abort(victim.request_id)
-    answers = run(engine, requests)
-    for request, answer in zip(requests, answers, strict=True):
-        prompt = request.sequences[0].prompt_token_ids
-        expected = alone.add_request(prompt, request.sequences[0].params)
-        run(alone, [expected])
-        reference = expected.output.outputs[0]
-        if request.request_id in aborted:
-            assert answer.finish_reason == "abort"
-            assert answer.token_ids == reference.token_ids[: len(answer.token_ids)]
-        else:
-            assert answer == reference  # token ids, reason, and for prompts that cannot fit the error's words
-        assert (answer.finish_reason == "error") == (len(prompt) >= num_blocks * BLOCK_SIZE)
-
-
-def test_a_prompt_that_cannot_fit_gets_an_error_result_that_says_what_to_do(model):
-    engine = engine_for(model, num_blocks=4)
-    fits, too_long = engine.add_request([1] * 15, greedy(5)), engine.add_request([1] * 16, greedy(5))
-    assert too_long.output.outputs[0].finish_reason == "error"
-    assert "maximum context length is 16 tokens. However, the prompt has 16 tokens" in too_long.output.outputs[0].error
-    assert [answer.finish_reason for answer in run(engine, [fits])] == ["length"]
-    assert len(fits.output.outputs[0].token_ids) == 1
-
-
+@of_one_model
 @pytest.mark.parametrize("has_routes", [False, True])
 def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model, has_routes):
     engine = engine_for(model)
@@ -229,29 +172,7 @@ def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(mo
     assert "not finite" in requests[1].output.outputs[0].error
 
 
-def test_a_step_that_raises_leaves_the_requests_as_they_were(model):
-    engine = engine_for(model)
-    request = engine.add_request([1, 2, 3], greedy(5))
-    engine.step()
-    forward = engine.executor.runner.forward
-    engine.executor.runner.forward = lambda batch: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine.executor.runner.forward = forward
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-def test_the_tracer_sees_every_step_and_changes_nothing(model):
-    recorder = Recorder()
-    traced, plain = engine_for(model, tracer=recorder), engine_for(model)
-    answers = [run(engine, [engine.add_request([1, 2, 3], greedy(5))]) for engine in (traced, plain)]
-    assert answers[0] == answers[1]
-    steps = [event for event in recorder.events if isinstance(event, StepScheduled)]
-    assert [event.num_new_tokens for event in steps] == [(3,), (1,), (1,), (1,), (1,)]
-    assert len([event for event in recorder.events if isinstance(event, StepTimed)]) == 5
-    assert recorder.events[-2] == RequestFinished("0", ("length",), 5)
-
-
+@of_one_model
 def test_a_fork_writes_into_a_block_of_its_own(model):
     """What n > 1 and beams stand on: the owed copy is carried out before the forward pass, so both continue rightly."""
     engine = engine_for(model)
@@ -274,55 +195,14 @@ def test_a_fork_writes_into_a_block_of_its_own(model):
     assert answers[1].token_ids == [90, *dense_greedy(model, [1, 2, 3, 4, 5, 6, 90], 7)]
 
 
+@of_one_model
 def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
     engine = engine_for(model)
     assert make_engine(copy.deepcopy(model), EngineConfig(), eos_token_ids=frozenset([3, 10**6])).eos_token_ids == {3}
     assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
 
 
-class Meddler(Recorder):
-    """A tracer that does something in the middle of a step."""
-
-    def __init__(self, when, what):
-        super().__init__()
-        self.when, self.what = when, what
-
-    def emit(self, event):
-        super().emit(event)
-        if isinstance(event, self.when):
-            self.when = ()  # once
-            self.what()
-
-
-def test_an_abort_during_a_step_takes_effect_when_the_step_is_over(model):
-    tracer = Meddler(StepScheduled, lambda: engine.abort(first.request_id))
-    engine = engine_for(model, tracer=tracer)
-    first, second = (engine.add_request([1, 2, 3], greedy(5)) for _ in range(2))
-    answers = run(engine, [first, second])
-    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
-    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3], 1)
-    assert answers[1].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-def test_a_step_inside_a_step_is_refused(model):
-    engine = engine_for(model, tracer=Meddler(StepScheduled, lambda: engine.step()))
-    request = engine.add_request([1, 2, 3], greedy(5))
-    with pytest.raises(NanoinferError, match="a tracer may not step it"):
-        engine.step()
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-@pytest.mark.parametrize("event", [StepScheduled, RequestFinished, StepTimed])
-def test_a_tracer_that_raises_leaves_the_other_requests_right(model, event):
-    engine = engine_for(model, tracer=Meddler(event, lambda: 1 / 0))
-    requests = [engine.add_request([1, 2, 3], greedy(n)) for n in (1, 6)]
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012
-        while True:
-            engine.step()
-    answers = run(engine, requests)
-    assert [answer.token_ids for answer in answers] == [dense_greedy(model, [1, 2, 3], n) for n in (1, 6)]
-
-
+@of_one_model
 def test_few_blocks_do_not_make_sequences_start_only_to_be_preempted_again(model):
     """A block is left for every running sequence, so each preemption is paid for by real progress of the others."""
     rng = random.Random(3)
@@ -346,6 +226,7 @@ ASKED = {
 }
 
 
+@of_one_model
 @pytest.mark.parametrize("num_blocks", [64, 12])
 def test_async_scheduling_gives_the_same_outputs_whatever_is_asked_for(model, num_blocks):
     rng = random.Random(2)
@@ -360,43 +241,3 @@ def test_async_scheduling_gives_the_same_outputs_whatever_is_asked_for(model, nu
         run(engine, requests)
         outputs.append([(request.output.outputs, request.output.prompt_logprobs) for request in requests])
     assert outputs[0] == outputs[1]
-
-
-def test_async_scheduling_launches_before_it_reads_except_where_a_token_is_wanted_first(model):
-    """A decoding request is a step ahead; one with a penalty never is."""
-    for asked, is_ahead in (({}, True), ({"presence_penalty": 1.0}, False)):
-        engine = engine_for(model, is_async=True)
-        request = engine.add_request([1, 2, 3], greedy(6, ignore_eos=True, **asked))
-        engine.step()
-        seq = request.sequences[0]
-        assert (seq.num_tokens - len(seq.token_ids), seq.num_output_tokens) == ((1, 0) if is_ahead else (0, 1))
-        engine.step()
-        assert (seq.num_computed_tokens, seq.num_output_tokens) == (4, 1 if is_ahead else 2)
-        run(engine, [request])
-
-
-def test_a_token_too_many_is_dropped_and_so_is_a_step_under_way_when_its_request_is_aborted(model):
-    engine = engine_for(model, is_async=True)
-    first = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
-    engine.step()
-    engine.step()
-    engine.abort(first.request_id)
-    assert engine.block_manager.num_free_blocks == engine.block_manager.num_blocks
-    second = engine.add_request([4, 5], greedy(8, ignore_eos=True))
-    answers = run(engine, [second])
-    assert len(first.output.outputs[0].token_ids) == 1  # the second was never read
-    assert answers[0].token_ids == dense_greedy(model, [4, 5], 8)
-
-
-def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(model):
-    engine = engine_for(model, is_async=True)
-    request = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
-    engine.step()
-    engine.step()
-    forward = engine.executor.runner.forward
-    engine.executor.runner.forward = lambda batch: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    assert request.sequences[0].num_tokens == len(request.sequences[0].token_ids)
-    engine.executor.runner.forward = forward
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

@@ -52,56 +52,27 @@ EMOJI = [258, 259]  # 😀 in two tokens of two bytes each
 
 STOP_STRINGS = [
     # where it stands
-    (b"abcd", {"stop": "a"}, ("", 1, "stop", "a")),
     (b"abcd", {"stop": "bc"}, ("a", 3, "stop", "bc")),
     (b"abcd", {"stop": "bc"} | SHOW_STOP, ("abc", 3, "stop", "bc")),
-    (b"abc", {"stop": "abc"}, ("", 3, "stop", "abc")),  # the whole output
-    (b"abc", {"stop": "abc"} | SHOW_STOP, ("abc", 3, "stop", "abc")),
     ([257], {"stop": "the"}, ("", 1, "stop", "the")),  # the whole output in one token
-    (b"ab", {"stop": "abc", "room": 2}, ("ab", 2, "length", None)),  # longer than the output
-    (b"ab", {"stop": "a stop string that is longer than all", "room": 2}, ("ab", 2, "length", None)),
-    (b"END", {"stop": "end", "room": 3}, ("END", 3, "length", None)),  # capitals count
-    (b"a\nb\n\nc", {"stop": "\n\n"}, ("a\nb", 5, "stop", "\n\n")),
-    (b"a b", {"stop": " "}, ("a", 2, "stop", " ")),
-    # beginnings that repeat
+    # beginnings that repeat. test_stopping.py has more of text alone
     (b"aaab", {"stop": "aab"}, ("a", 4, "stop", "aab")),
-    (b"aaaaab", {"stop": "aab"}, ("aaa", 6, "stop", "aab")),
-    (b"ababac", {"stop": "abac"}, ("ab", 6, "stop", "abac")),
-    (b"abcabd", {"stop": "abd"}, ("abc", 6, "stop", "abd")),
-    (b"aaa", {"stop": "aa"}, ("", 2, "stop", "aa")),
-    (b"abcabx", {"stop": "abcabc", "room": 6}, ("abcabx", 6, "length", None)),
     (b"aE", {"stop": "END", "room": 2}, ("aE", 2, "length", None)),  # what was held is released
     # inside tokens, and over several
     ([*b"x", 257], {"stop": "h"}, ("xt", 2, "stop", "h")),  # inside the token "the": the id stays whole
     ([*b"x", 257], {"stop": "h"} | SHOW_STOP, ("xth", 2, "stop", "h")),
     ([257, 257], {"stop": "eth"}, ("th", 2, "stop", "eth")),
     ([*b"x", 256, *b"e"], {"stop": "the"}, ("x", 3, "stop", "the")),
-    ([257, *b"n"], {"stop": "then"}, ("", 2, "stop", "then")),
     # several: the one that completes first, then the first in the list
-    (b"abcd", {"stop": ["cd", "b"]}, ("a", 2, "stop", "b")),
-    (b"abcd", {"stop": ["abcd", "bc"]}, ("a", 3, "stop", "bc")),
-    (b"abcdef", {"stop": ["abcdefg", "cd"]}, ("ab", 4, "stop", "cd")),
-    (b"abc", {"stop": ["abc", "ab"]}, ("", 2, "stop", "ab")),
-    (b"xabcd", {"stop": ["bcd", "abcd"]}, ("xa", 5, "stop", "bcd")),
-    (b"xabcd", {"stop": ["abcd", "bcd"]}, ("x", 5, "stop", "abcd")),
-    (b"xab", {"stop": ["ab", "ab"]}, ("x", 3, "stop", "ab")),
     ([257], {"stop": ["he", "the"]}, ("t", 1, "stop", "he")),  # both end in one token, at one place
     ([257], {"stop": ["the", "he"]}, ("", 1, "stop", "the")),
-    ([257], {"stop": ["the", "h"]}, ("t", 1, "stop", "h")),  # both end in one token, at two places
-    ([257], {"stop": ["e", "th"]}, ("", 1, "stop", "th")),
     ([257], {"stop": ["the", "th"]} | SHOW_STOP, ("th", 1, "stop", "th")),
     # on the last allowed token: "stop", not "length"
-    (b"abc", {"stop": "bc", "room": 3}, ("a", 3, "stop", "bc")),
     (b"abc", {"stop": "bc", "room": 3} | SHOW_STOP, ("abc", 3, "stop", "bc")),
-    ([*b"x", 257], {"stop": "h", "room": 2}, ("xt", 2, "stop", "h")),
-    (b"abcd", {"stop": "cd", "room": 3}, ("abc", 3, "length", None)),  # one token too late
     # the prompt is never searched
     (b"ab", {"stop": "\x03", "room": 2}, ("ab", 2, "length", None)),
-    (b"ab", {"stop": "\x03a", "room": 2}, ("ab", 2, "length", None)),
-    (b"\x03ab", {"stop": "\x03a"}, ("", 2, "stop", "\x03a")),
     # characters of several bytes, over several tokens
     (EMOJI, {"stop": "😀"}, ("", 2, "stop", "😀")),
-    ("a😀".encode(), {"stop": "😀"}, ("a", 5, "stop", "😀")),
     ([*b"a", *EMOJI, *b"b"], {"stop": "a😀b"} | SHOW_STOP, ("a😀b", 4, "stop", "a😀b")),
     ([*EMOJI, 258, 0x98, 0x81], {"stop": "😁"}, ("😀", 5, "stop", "😁")),
     ([*EMOJI, *b"b"], {"stop": "\ufffd", "room": 3}, ("😀b", 3, "length", None)),  # half of it is no text yet
@@ -109,79 +80,50 @@ STOP_STRINGS = [
     ([262], {"stop": "a", "room": 1}, ("", 1, "stop", "a")),  # the text beside half a character is searched at the end
     ([260, 261], {"stop": "x"}, ("佬", 2, "stop", "x")),  # in a token whose first byte ends a character
     ([262, 263], {"stop": "a"}, ("", 2, "stop", "a")),  # "a" comes with half of "€", and waits for the other half
-    ([262, 263], {"stop": "a"} | SHOW_STOP, ("a", 2, "stop", "a")),
-    ([262, *b"b"], {"stop": "b"}, ("a\ufffd", 2, "stop", "b")),
-    ("你好。再见".encode(), {"stop": "。"}, ("你好", 9, "stop", "。")),
     # min_tokens: it must complete in text after so many tokens
     (b"abab", {"stop": "ab", "min_tokens": 2}, ("ab", 4, "stop", "ab")),
     (b"abab", {"stop": "ab", "min_tokens": 1}, ("", 2, "stop", "ab")),  # begins before, completes after
-    (b"abab", {"stop": "ab", "min_tokens": 4, "room": 4}, ("abab", 4, "length", None)),
     ([*b"aab", EOS], {"stop": "aab", "min_tokens": 3}, ("aab", 4, "stop", None)),  # too early; then EOS
-    (b"abc", {"stop": ["abc", "b"], "min_tokens": 2}, ("", 3, "stop", "abc")),
-    ([257, *b"the"], {"stop": "the", "min_tokens": 1}, ("the", 4, "stop", "the")),
     ([0xE2, 0x82, 0xAC], {"stop": "€", "min_tokens": 2}, ("", 3, "stop", "€")),
     # beside EOS, other special tokens and stop ids
     ([*b"aE", EOS], {"stop": "END"}, ("aE", 3, "stop", None)),
     ([*b"a", EOS], {"stop": "<eos>"} | SHOW_SPECIAL, ("a", 2, "stop", None)),  # EOS goes first, and its text is dropped
     # where its text is kept, it is searched
     ([*b"a", EOS], {"stop": "<eos>"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", "<eos>")),
-    ([*b"a", EOS], {"stop": "a<e"} | SHOW_STOP | SHOW_SPECIAL, ("a<e", 2, "stop", "a<e")),
-    ([*b"a", EOS], {"stop": "a<e", "min_tokens": 2} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
-    ([*b"a", EOS], {"stop": "<eos>!"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", None)),
     ([*b"x", 257], {"stop": "th", "stop_token_ids": [257]} | SHOW_STOP, ("xth", 2, "stop", "th")),
-    ([*b"x", 257], {"stop": "th", "stop_token_ids": [257]}, ("x", 2, "stop", 257)),
-    ([*b"a", 0xE2, EOS], {"stop": "\ufffd"}, ("a", 3, "stop", None)),
     # a stop string that is a special token: its id, where its text is left out
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"}, ("a", 2, "stop", "<|im_end|>")),
-    ([*b"a", IM_END, *b"b"], {"stop": ["b", "<|im_end|>"]} | SHOW_STOP, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "room": 2}, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "min_tokens": 2, "room": 3}, ("ab", 3, "length", None)),
-    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"} | SHOW_SPECIAL, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END], {"stop": "<|im_end|>"} | SHOW_SPECIAL | SHOW_STOP, ("a<|im_end|>", 2, "stop", "<|im_end|>")),
-    ([*b"a", IM_END], {"stop": "<|im_end|>", "stop_token_ids": [IM_END]}, ("a", 2, "stop", IM_END)),
     ([*b"a", EOS], {"stop": "<eos>"}, ("a", 2, "stop", None)),
     ([*b"a", EOS, *b"b"], {"stop": "<eos>", "ignore_eos": True}, ("a", 2, "stop", "<eos>")),
     ([*b"aE", IM_END], {"stop": ["END", "<|im_end|>"]}, ("aE", 3, "stop", "<|im_end|>")),  # what was held is released
     (b"a<|im_end|>", {"stop": "<|im_end|>"}, ("a", 11, "stop", "<|im_end|>")),  # and its text, in characters
-    ([*b"a", EOS], {"stop": "eos", "ignore_eos": True} | SHOW_SPECIAL, ("a<", 2, "stop", "eos")),
     ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True}, ("", 3, "stop", "ab")),  # over a token without text
-    ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("a<eos>b", 3, "length", None)),
     ([*b"a", EOS, *b"b"], {"stop": "s>b", "ignore_eos": True} | SHOW_SPECIAL, ("a<eo", 3, "stop", "s>b")),
-    ([*b"a", IM_END, *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     ([*b"a", BEYOND[0], *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),  # a stop id goes first, too
-    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", "bc")),
-    (b"abc", {"stop": "b", "stop_token_ids": [ord("c")]}, ("a", 2, "stop", "b")),
 ]
 IDS_AND_LENGTHS = [
     (b"abcd", {"room": 3}, ("abc", 3, "length", None)),
     # EOS: stop_reason None; its text only with both include_stop_str_in_output and skip_special_tokens=False
     ([*b"ab", EOS], {}, ("ab", 3, "stop", None)),
-    ([*b"ab", EOS], SHOW_SPECIAL, ("ab", 3, "stop", None)),
-    ([*b"ab", EOS], SHOW_STOP, ("ab", 3, "stop", None)),
     ([*b"ab", EOS], SHOW_STOP | SHOW_SPECIAL, ("ab<eos>", 3, "stop", None)),
-    ([*b"ab", EOS], {"room": 3}, ("ab", 3, "stop", None)),  # EOS before the length
-    ([EOS], {}, ("", 1, "stop", None)),
-    ([EOS, *b"ab"], {"ignore_eos": True, "room": 3}, ("ab", 3, "length", None)),
     ([EOS, *b"ab"], {"ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("<eos>ab", 3, "length", None)),
     # stop ids: the id is the reason, ordinary tokens too
     (b"abc", {"stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),
     (b"abc", {"stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", ord("c"))),
-    (b"abc", {"stop_token_ids": [ord("c")], "room": 3}, ("ab", 3, "stop", ord("c"))),
     ([*b"a", IM_END], {"stop_token_ids": [IM_END]} | SHOW_STOP | SHOW_SPECIAL, ("a<|im_end|>", 2, "stop", IM_END)),
     ([*b"a", BEYOND[0]], {"stop_token_ids": [BEYOND[0]]} | SHOW_STOP, ("a", 2, "stop", BEYOND[0])),
-    ([*b"a", EOS], {"stop_token_ids": [EOS]}, ("a", 2, "stop", None)),  # EOS before a stop id
     ([*b"a", EOS], {"stop_token_ids": [EOS], "ignore_eos": True}, ("a", 2, "stop", EOS)),
     # half a character at the end is left out, its ids are not
     ([*b"a", 0xE2, 0x82, 0xAC], {"room": 3}, ("a", 3, "length", None)),
-    ([*b"a", *EMOJI, 0xF0, 0x9F, 0x98], {"room": 6}, ("a😀", 6, "length", None)),
     ([262], {"room": 1}, ("a", 1, "length", None)),  # "a" comes with half of "€", and stays
     ([*b"a", 0xE2, 0x82, EOS], {}, ("a", 4, "stop", None)),
     ([*b"a", 0xE2, 0x82, EOS], SHOW_STOP | SHOW_SPECIAL, ("a\ufffd<eos>", 4, "stop", None)),
     # no text
-    (b"abc", {"detokenize": False, "room": 2}, ("", 2, "length", None)),
     (b"abc", {"detokenize": False, "tokenizer": False, "room": 2}, ("", 2, "length", None)),
-    ([*b"a", EOS], {"detokenize": False}, ("", 2, "stop", None)),
 ]
 
 
@@ -199,14 +141,6 @@ def test_a_stream_shows_each_id_once_and_text_as_soon_as_it_is_certain():
     assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in one.sequences[0].output_token_ids]
     assert [delta.output for delta in deltas] == [None] * 7 + [one.output]
     assert {delta.request_id for delta in deltas} == {"r7"}
-
-
-def test_a_request_that_nobody_streams_keeps_no_deltas():
-    seq = Sequence("r", PROMPT, SamplingParams(), 0, len(PROMPT) + 2)
-    one = Request([seq], None, byte_tokenizer())
-    advance(one, one.sequences[0], ord("a"))
-    advance(one, one.sequences[0], ord("b"))
-    assert (one.output.outputs[0].text, list(one.deltas)) == ("ab", [])
 
 
 def expected_end(ids, *, room, stop, include, skip_special_tokens, min_tokens, ignore_eos, stop_token_ids):
@@ -245,7 +179,7 @@ def expected_end(ids, *, room, stop, include, skip_special_tokens, min_tokens, i
     return (decode(ids).rstrip("\ufffd"), len(ids), "abort", None), told
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     ids=st.lists(
         st.one_of(st.sampled_from([*b"abab", 0xE2, 0x82, 0xAC, 262, 263, EOS, IM_END]), st.integers(0, IM_END)), max_size=12
@@ -361,15 +295,6 @@ def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
     assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
 
 
-def test_a_request_ended_before_its_first_token_has_an_empty_output():
-    one = request()
-    one.finish(Stop("error", error="the prompt is too long"))
-    completion = one.output.outputs[0]
-    assert (completion.text, completion.token_ids, completion.error) == ("", [], "the prompt is too long")
-    assert (one.output.metrics.ttft, one.output.metrics.tpot) == (None, None)
-    assert one.output.metrics.finished_time is not None
-
-
 def test_the_output_tells_its_prompt_and_counts():
     one = request(room=1)
     one.metrics.num_preemptions, one.metrics.num_cached_tokens = 2, 16
@@ -391,13 +316,6 @@ def test_ttft_runs_to_the_first_token_and_tpot_is_the_mean_of_the_gaps_after_it(
     assert one.output.metrics.tpot == (99.0 - 12.0) / 3
 
 
-def test_one_token_has_a_ttft_and_no_tpot():
-    one = request(room=1)
-    advance(one, one.sequences[0], ord("a"))
-    assert one.output.metrics.ttft > 0
-    assert one.output.metrics.tpot is None
-
-
 @pytest.mark.parametrize(("ids", "reason"), [([5, 6, EOS], "stop"), ([5, 6, 7, 9], "stop"), ([5, 6, 7, 8], "length")])
 def test_an_answer_that_nothing_reads_before_its_end_ends_as_one_that_is_read(ids, reason):
     outputs = []
@@ -407,6 +325,7 @@ def test_an_answer_that_nothing_reads_before_its_end_ends_as_one_that_is_read(id
         stops = [advance(one, seq, token_id) for token_id in ids]
         assert [stop is None for stop in stops] == [True] * (len(ids) - 1) + [False]
         assert one.metrics.first_token_time is not None
+        assert bool(one.deltas) == streaming
         outputs.append(one.output.outputs)
     assert outputs[0] == outputs[1]
     assert outputs[0][0].finish_reason == reason

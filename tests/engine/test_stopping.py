@@ -54,43 +54,23 @@ def stream(stops, pieces, *, include=False, num_unexamined=0):
         (["END"], [], None, ""),
         (["END"], ["the E", "N", "D of"], "END", "the "),
         (["END"], ["END"], "END", ""),
-        (["END"], ["abEND"], "END", "ab"),  # at the very end of a piece
-        (["END"], ["ENDab"], "END", ""),
         (["END"], ["EN", "X", "EN"], None, "ENXEN"),  # a beginning held at the end is released
-        (["END"], ["EEND"], "END", "E"),
         (["END"], ["E", "E", "N", "D"], "END", "E"),
-        (["END"], ["", "E", "", "ND", ""], "END", ""),
         (["END"], ["end", "En", "eND"], None, "endEneND"),  # capitals count
-        (["x"], ["abxcxd"], "x", "ab"),
-        (["\n\n"], ["a\n", "\n"], "\n\n", "a"),
         (["\n\n"], ["a\n", "b\n\n\n"], "\n\n", "a\nb"),
         (["aab"], ["a", "a", "a", "b"], "aab", "a"),
-        (["aa"], ["aaa"], "aa", ""),
-        (["abab"], ["aba", "abab"], "abab", "aba"),
         (["abcd", "bc"], ["abcd"], "bc", "a"),  # the shorter completes first, though it begins later
-        (["abcd", "bc"], ["ab", "c", "d"], "bc", "a"),
         (["bcd", "abcd"], ["xabcd"], "bcd", "xa"),  # both complete together: the first in the list
         (["abcd", "bcd"], ["xabcd"], "abcd", "x"),
-        (["d", "abcd"], ["xab", "cd"], "d", "xabc"),
-        (["ab", "abc"], ["abc"], "ab", ""),
         (["abc", "ab"], ["abc"], "ab", ""),  # ab completes before abc, whatever the order
         (["zz", "yy"], ["a yy zz"], "yy", "a "),
-        (["zz", "yy"], ["a zz yy"], "zz", "a "),
         (["ab", "ab"], ["xab"], "ab", "x"),
-        (["。"], ["你好", "。再见"], "。", "你好"),
         (["🙂🙃"], ["🙂🙂", "🙃"], "🙂🙃", "🙂"),
-        ([" "], ["a", " b"], " ", "a"),
         (["much longer than all of it"], ["much longer", " than"], None, "much longer than"),
-        (["aab"], ["aaab"], "aab", "a"),
-        (["abac"], ["ab", "ab", "ac"], "abac", "ab"),
-        (["abc"], ["ab", "ab", "ab"], None, "ababab"),
         (["he", "the"], ["the"], "he", "t"),
-        (["the", "h"], ["the"], "h", "t"),
         (["e", "th"], ["the"], "th", ""),
         (["a\ufffd"], ["a", "\ufffd"], "a\ufffd", ""),
-        (["\x00"], ["a\x00"], "\x00", "a"),
         (["cba", "ab", "b"], ["xa", "bc"], "ab", "x"),
-        (["b", "ab"], ["xa", "bc"], "b", "xa"),
     ],
 )
 def test_the_stop_string_that_completes_first_cuts_the_text(stops, pieces, matched, expected):
@@ -107,31 +87,14 @@ def test_the_stop_string_that_completes_first_cuts_the_text(stops, pieces, match
         (["END"], ["END", "x"], 1, None, "ENDx"),  # completed before: not looked at, not later either
         (["END"], ["EN", "D"], 1, "END", ""),  # begins before, completes after
         (["END"], ["aEN", "DEND"], 1, "END", "a"),
-        (["END"], ["EN", "D"], 2, None, "END"),
         (["END"], ["END", "x", "END"], 1, "END", "ENDx"),
         (["aa"], ["aa", "a"], 1, "aa", "a"),
-        (["aa"], ["aaa", "b", "aa"], 1, "aa", "aaab"),
-        (["abc", "c"], ["ab", "c"], 1, "abc", ""),
         (["bc", "abcd"], ["abc", "d"], 1, "abcd", ""),
     ],
 )
 def test_a_match_must_complete_in_a_piece_that_is_examined(stops, pieces, num_unexamined, matched, expected):
     found, releases, text = stream(stops, pieces, num_unexamined=num_unexamined)
     assert (found, text.text, "".join(releases)) == (matched, expected, expected)
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "releases"),
-    [
-        ([], ["ab", "c"], ["ab", "c"]),
-        (["END"], ["the E", "N", "T"], ["the ", "", "ENT"]),
-        (["END"], ["E", "E", "EN"], ["", "E", "E"]),
-        (["END"], ["abc", "def"], ["abc", "def"]),  # only what begins a stop string is held
-        (["xyz", "b"], ["aax", "y", "q"], ["aa", "", "xyq"]),
-    ],
-)
-def test_text_that_may_become_a_stop_string_waits_and_no_other_does(stops, pieces, releases):
-    assert stream(stops, pieces)[1][:-1] == releases
 
 
 def read_character_by_character(stops, pieces, include, num_unexamined):
@@ -150,7 +113,7 @@ few_letters = st.text("ab", max_size=6)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
     pieces=st.lists(few_letters, max_size=8),
@@ -163,21 +126,7 @@ def test_the_text_is_the_oracles_and_what_was_shown_is_never_taken_back(stops, p
     assert "".join(releases) == text.text  # so no release held more than the text at the end
 
 
-@settings(max_examples=500, deadline=None)
-@given(
-    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), pieces=st.lists(st.text("abc"), max_size=6)
-)
-def test_exactly_the_longest_end_that_begins_a_stop_string_is_held(stops, pieces):
-    text, shown = StopStrings(stops), ""
-    for piece in pieces:
-        if text.push(piece):
-            return
-        shown += text.release()
-        ends = [text.text[start:] for start in range(len(text.text) + 1)]  # the longest first
-        assert shown + next(end for end in ends if any(stop.startswith(end) for stop in stops)) == text.text
-
-
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
     pieces=st.lists(st.tuples(few_letters, st.booleans(), st.booleans()), max_size=10),
@@ -220,25 +169,6 @@ def test_a_place_of_the_text_that_has_failed_is_not_compared_again(stops, text):
         strings.release()
         num_pieces += 1
     assert 0 < CountedStop.num_compared <= len(stops) * (len(text) + num_pieces)
-
-
-def test_a_long_stop_string_is_searched_only_where_enough_text_is_held():
-    searched = []
-
-    class CountedText(str):
-        def __add__(self, other):
-            return CountedText(str(self) + other)
-
-        def find(self, stop, start=0):
-            searched.append(max(len(self) - start, 0))
-            return super().find(stop, start)
-
-    strings = StopStrings(["x" * 2000])
-    strings.text = CountedText()
-    for piece in ["the text has none of it "] * 100:
-        assert strings.push(piece) is None
-        strings.release()
-    assert 0 < sum(searched) <= 2 * len(strings.text)
 
 
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():

@@ -1,9 +1,9 @@
 """All pairs of features in few runs: the features, the pairs that the engine refuses, and the runs that cover the others.
 
 A run takes one value of each factor. refusals.json lists the pairs that the engine refuses, with its error. The other pairs
-are in at least one run each. docs/supported.md shows which pairs are which.
+are in at least one run each of runs.json. docs/supported.md shows which pairs are which.
 
-    python -m tests.features.covering     # try every pair, and write refusals.json and the table of docs/supported.md
+    python -m tests.features.covering     # try every pair, and write both files and the table of docs/supported.md
 
 Source: Cohen, Dalal, Fredman and Patton 1997, The AETG system, https://doi.org/10.1109/32.605761: one run after the other, each
 the best of several candidates, to which a factor after the other adds the value with the most new pairs.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 REFUSALS = Path(__file__).with_name("refusals.json")
+RUNS = Path(__file__).with_name("runs.json")
 PAGE = ROOT / "docs/supported.md"
 COMMAND = "python -m tests.features.covering"
 MARKED = re.compile(rf"(?<=<!-- {COMMAND} -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -99,6 +100,25 @@ def pairs_of_features() -> list[Pair]:
 def known_refusals() -> dict[Pair, str]:
     """The refused pairs of features, with the engine's error."""
     return {(one, other): error for one, other, error in json.loads(REFUSALS.read_text(encoding="utf-8"))}
+
+
+def known_runs() -> list[Run]:
+    """The runs with every other pair, in the order of their values."""
+    return [dict(zip(FACTORS, values, strict=True)) for values in json.loads(RUNS.read_text(encoding="utf-8"))]
+
+
+def write_runs(runs: list[Run]) -> None:
+    RUNS.write_text("[\n" + ",\n".join(json.dumps([*run.values()]) for run in runs) + "\n]\n", encoding="utf-8")
+
+
+def with_most_pairs(runs: list[Run], num: int) -> list[Run]:
+    """So many of the runs, which together have as many pairs as possible: one after the other, that with the most new pairs."""
+    chosen: list[Run] = []
+    missing = set().union(*map(pairs_of, runs))
+    for _ in range(num):
+        chosen.append(max(runs, key=lambda run: len(pairs_of(run) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return chosen
 
 
 def run_of(*features: str) -> Run:
@@ -199,8 +219,9 @@ def main() -> None:
                 refusals.append([*pair, error])
     REFUSALS.write_text(json.dumps(refusals, indent=0) + "\n", encoding="utf-8")
     recorded = known_refusals()
+    write_runs(covering_array(set(recorded)))
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_table(page, recorded, covering_array(set(recorded))), encoding="utf-8")
+    PAGE.write_text(with_table(page, recorded, known_runs()), encoding="utf-8")
 
 
 if __name__ == "__main__":

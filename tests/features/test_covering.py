@@ -13,9 +13,11 @@ from tests.features.covering import (
     covering_array,
     has_exact_scores,
     known_refusals,
+    known_runs,
     pairs_of,
     pairs_of_features,
     run_of,
+    with_most_pairs,
     with_table,
 )
 from tests.features.engines import Checkpoints, Oracle, Question
@@ -24,7 +26,8 @@ from tests.helpers import forked
 pytestmark = pytest.mark.slow
 
 REFUSALS = known_refusals()
-RUNS = covering_array(set(REFUSALS))
+RUNS = known_runs()
+NOW = with_most_pairs(RUNS, 6)  # all of them take minutes
 RENEW = f"renew the table: {COMMAND}"
 # Features that change the answers, and whose absence the comparison must find.
 CHANGING = ["adapter per request", "structured output", "required calls", "n > 1", "own stages", "own processors"]
@@ -54,9 +57,8 @@ def tokens_of(answers):
     return [[answer.token_ids for answer in several] for several in answers]
 
 
-# By default every fourth run, because all of them take minutes.
 @pytest.mark.parametrize(
-    "run", [pytest.param(run, id=names_of(run), marks=[pytest.mark.long] * (i % 4 > 0)) for i, run in enumerate(RUNS)]
+    "run", [pytest.param(run, id=names_of(run), marks=[pytest.mark.long] * (run not in NOW)) for run in RUNS]
 )
 def test_features_together_give_the_answers_of_each_alone(checkpoints, oracle, run):
     questions, expected = oracle.questions(run)
@@ -96,7 +98,7 @@ def test_a_lifted_refusal_is_found_and_its_pair_gets_a_run(checkpoints):
 
 def test_every_pair_is_refused_or_in_a_run():
     covered = {(one, other) for run in RUNS for (_, one), (_, other) in pairs_of(run)}
-    assert [pair for pair in pairs_of_features() if (pair in covered) == (pair in REFUSALS)] == []
+    assert [pair for pair in pairs_of_features() if (pair in covered) == (pair in REFUSALS)] == [], RENEW
     assert len(covered) > len(FEATURES) * 10
     assert len(RUNS) <= 60
 

@@ -10,19 +10,9 @@ import random
 from dataclasses import dataclass, field
 
 KINDS = {  # kind -> how many loads
-    "fcfs": 200,
-    "priority": 200,
-    "deadline": 150,
-    "forks": 200,
-    "beams": 100,
-    "failures": 150,
-    "windows": 250,
-    "states": 200,
-    "store": 150,
-    "drafts": 200,
-    "async": 100,
-    "adapters": 100,
-}
+    "fcfs": 200, "priority": 200, "deadline": 150, "forks": 200, "beams": 100, "failures": 150, "windows": 250, "states": 200,
+    "store": 150, "drafts": 200, "async": 100, "adapters": 100,
+}  # fmt: skip
 NAMES = [f"{kind}/{number}" for kind, num_loads in KINDS.items() for number in range(num_loads)]
 
 EOS, VOCAB_SIZE = 0, 12

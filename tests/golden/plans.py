@@ -304,49 +304,33 @@ class EventLines:
 def make_engine(load: Load, record: Record, events: EventLines, store: Store | None) -> LLMEngine:
     base = LastEvicted if load.evicts == "last" else BlockManager
     own = {"eager": EagerScheduler, "patient": PatientScheduler}.get(load.policy)
+    drafts = {"method": "ngram", "num_speculative_tokens": load.num_drafts, "adaptive": False}
     config = EngineConfig(
         seed=load.seed,
         async_scheduling=load.is_async,
-        cache=CacheConfig(
-            enable_prefix_caching=load.prefix_caching,
-            block_manager_cls=base,
-        ),
+        cache=CacheConfig(enable_prefix_caching=load.prefix_caching, block_manager_cls=base),
         scheduler=SchedulerConfig(
-            max_num_seqs=load.max_num_seqs,
-            max_num_batched_tokens=load.budget,
-            chunk_size=load.chunk_size,
-            enable_chunked_prefill=load.chunked,
-            scheduling_policy="fcfs" if own else load.policy,
-            scheduler_cls=own,
+            max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.budget, chunk_size=load.chunk_size,
+            enable_chunked_prefill=load.chunked, scheduling_policy="fcfs" if own else load.policy, scheduler_cls=own,
         ),
-        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=load.num_drafts, adaptive=False)
-        if load.num_drafts
-        else None,
+        speculative=SpeculativeConfig(**drafts) if load.num_drafts else None,
     )  # fmt: skip
     planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
     executor = RecordingExecutor(load, record)
     observer = together(EngineMetrics(), TracingObserver(events, load.block_size))
+    features = [*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)]
+    manager = make_block_manager(executor.info, config, observer, store)
     return LLMEngine(
-        executor,
-        config,
-        eos_token_ids=frozenset([EOS]),
-        planner=planner,
-        block_manager=make_block_manager(executor.info, config, observer, store),
-        observer=observer,
-        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)],
-    )
+        executor, config, eos_token_ids=frozenset([EOS]), planner=planner, block_manager=manager, observer=observer,
+        features=features,
+    )  # fmt: skip
 
 
 def submit(engine: LLMEngine, arrival):
     params = SamplingParams(
-        n=arrival.n,
-        seed=arrival.seed,
-        max_tokens=arrival.max_tokens,
-        timeout=arrival.timeout,
-        ignore_eos=arrival.ignore_eos,
-        prompt_logprobs=0 if arrival.reads_prompt else None,
-        detokenize=False,
-    )
+        n=arrival.n, seed=arrival.seed, max_tokens=arrival.max_tokens, timeout=arrival.timeout, ignore_eos=arrival.ignore_eos,
+        prompt_logprobs=0 if arrival.reads_prompt else None, detokenize=False,
+    )  # fmt: skip
     prompt = {"prompt_token_ids": arrival.prompt}
     if arrival.cache_salt:
         prompt["cache_salt"] = arrival.cache_salt

@@ -16,21 +16,10 @@ HEADER = """\
 # The base is the commit whose log-probabilities `make golden` compares with.
 """
 COUNTED = {  # what a summary names -> the count of it in a Record
-    "steps": "running",
-    "preempted": "preempted",
-    "hits": "hit",
-    "evicted": "evicted",
-    "forked": "forked",
-    "copied": "copies",
-    "aborted": "aborts",
-    "failed": "failed",
-    "released": "released",
-    "kept": "kept",
-    "read": "read",
-    "drafted": "drafts",
-    "accepted": "accepted",
-    "beam searches": "beam searches",
-}
+    "steps": "running", "preempted": "preempted", "hits": "hit", "evicted": "evicted", "forked": "forked", "copied": "copies",
+    "aborted": "aborts", "failed": "failed", "released": "released", "kept": "kept", "read": "read", "drafted": "drafts",
+    "accepted": "accepted", "beam searches": "beam searches",
+}  # fmt: skip
 
 
 def written() -> dict[str, str]:

@@ -19,8 +19,8 @@ HINT = "python -m tests.golden compare --only plans; a commit that changes a pla
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_each_step_of_a_fourth_of_the_loads_plans_what_it_did_before(kind):
-    names = [name for name in NAMES[::4] if name.startswith(f"{kind}/")]
+def test_each_step_of_a_fifth_of_the_loads_plans_what_it_did_before(kind):
+    names = [name for name in NAMES[::5] if name.startswith(f"{kind}/")]
     assert len(names) >= 20
     assert records.different(names) == [], HINT
 
@@ -48,10 +48,9 @@ def test_requests_of_every_kind_are_preempted_forked_aborted_and_evict_and_hit_w
 def test_a_plan_depends_on_no_hash():
     names = ["states/3", "adapters/2", "store/1", "windows/5"]
     command_line = [sys.executable, command.__file__, "show", *names]
-    for seed in "1", "2":
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(command.ROOT)}
-        shown = subprocess.run(command_line, env=environment, capture_output=True, text=True, check=True).stdout
-        assert shown.splitlines() == [line for name in names for line in record_of(name).lines]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(command.ROOT)}  # this process has another seed
+    shown = subprocess.run(command_line, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == [line for name in names for line in record_of(name).lines]
 
 
 def test_another_block_or_another_order_is_another_digest():

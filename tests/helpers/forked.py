@@ -78,6 +78,8 @@ def _child(function, what, cwd, environment, files, path):
     torch.set_num_threads(1)  # the other core is another test's
     try:
         function(what)
+    except SystemExit:
+        raise  # with the script's own status
     except BaseException:
         traceback.print_exc()
         sys.exit(1)

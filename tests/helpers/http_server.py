@@ -21,11 +21,15 @@ class HttpServer:
         self.async_llm, self.port, self.app = async_llm, port, app
         self.url = f"http://127.0.0.1:{port}"
 
+    def request(self, method, path, **options):
+        """verify=False: reading the certificates of the authorities takes longer than most answers."""
+        return httpx2.request(method, self.url + path, timeout=60, verify=False, **options)
+
     def post(self, path, body=None, **options):
-        return httpx2.post(self.url + path, timeout=60, **({"json": body} if body is not None else {}), **options)
+        return self.request("POST", path, **({"json": body} if body is not None else {}), **options)
 
     def get(self, path, **options):
-        return httpx2.get(self.url + path, timeout=60, **options)
+        return self.request("GET", path, **options)
 
     def num_unfinished(self):
         return self.async_llm.engine.num_unfinished

@@ -10,6 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from nanoinfer import LLM
+from nanoinfer.features.hybrid.sizes import HybridSizes
+from nanoinfer.loading.checkpoint import Checkpoint
+from nanoinfer.loading.config_json import read_config
+
 VOCAB_SIZE = 96
 _SHARED = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
 _QWEN = {
@@ -177,6 +182,20 @@ def add_mtp(path: Path, change=lambda tensors: tensors) -> Path:
         tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator) * 0.25
     save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def random_ids(rng, length: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def cramped(path: Path, num_tokens: int, num_more: int = 2, **settings) -> LLM:
+    """An LLM with the blocks of a sequence of so many tokens and a few more, so that others are preempted."""
+    probe = LLM(path, **settings | {"kv_cache_memory": 2**24})
+    state_bytes = HybridSizes.of(read_config(Checkpoint.open(str(path)))[1]).bytes_per_state
+    block_bytes = (probe.info.num_cache_bytes - probe.info.num_state_slots * state_bytes) // probe.info.num_blocks
+    for_blocks = (probe.engine.block_manager.num_blocks_for(num_tokens) + num_more) * block_bytes
+    for_states = min(for_blocks, 2 * settings["max_num_seqs"] * state_bytes)  # at most half of the memory
+    return LLM(path, **settings | {"kv_cache_memory": for_blocks + for_states})
 
 
 def assert_nothing_is_left(llm) -> None:

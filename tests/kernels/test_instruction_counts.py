@@ -19,7 +19,7 @@ def comparable():
 
 # A driver is compiled and run for 2 s of CPU. By default, those that take most of a decode step are counted.
 COUNTED = [name for name, driver in DRIVERS.items() if driver.counted_rows]
-BY_DEFAULT = ("dense_linear", "quantized_linear", "paged_decode")
+BY_DEFAULT = ("dense_linear", "paged_decode")
 
 
 @pytest.mark.slow
@@ -27,9 +27,8 @@ BY_DEFAULT = ("dense_linear", "quantized_linear", "paged_decode")
     "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.long]) for name in COUNTED]
 )
 def test_a_kernel_takes_the_instructions_that_are_recorded(name, comparable):
-    recorded = {
-        key: count for key, count in recorded_counts.read("kernel_instructions")[1].items() if key.startswith(f"{name}, ")
-    }
+    counts = recorded_counts.read("kernel_instructions")[1]
+    recorded = {key: count for key, count in counts.items() if key.startswith(f"{name}, ")}
     assert recorded
     assert not recorded_counts.complaints(recorded, count_instructions(name), RENEWAL)
 

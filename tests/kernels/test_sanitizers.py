@@ -11,19 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.kernel_drivers import (
-    DRIVERS,
-    GUARDED,
-    MORE_DRIVERS,
-    ONE_TARGET,
-    PACKAGE,
-    SANITIZED,
-    THREADED,
-    build,
-    can_build,
-    digests_of,
-    run,
-)
+from tests import kernel_drivers
+from tests.kernel_drivers import DRIVERS, GUARDED, MORE_DRIVERS, ONE_TARGET, PACKAGE, SANITIZED, THREADED, build, run
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +27,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault(
-        "features/distributed/exchange.cpp",
-        "memcpy(buffer, source, num_bytes)",
-        "memcpy(buffer, source, num_bytes + 1)",
-        "exchange",
-    ),
+    Fault("features/distributed/exchange.cpp", "(buffer, source, num_bytes)", "(buffer, source, num_bytes + 1)", "exchange"),
     Fault("fast/sampling/kernels.cpp", "(LANES, stop - i)", "(LANES, stop - i + 1)", "sampling"),
     Fault("fast/sampling/kernels.cpp", "i < num; i++) {", "i <= num; i++) {", "sampling"),
     Fault("fast/cpu/dense_linear.cpp", "num_terms, ahead, num_ahead)", "num_terms + 1, ahead, num_ahead)", "dense_linear"),
@@ -77,7 +61,7 @@ for file, driver in {fault.file: fault.driver for fault in FAULTS}.items():
 
 @cache
 def needs(*options):
-    if not can_build(*options):
+    if not kernel_drivers.can_build(*options):
         pytest.skip(f"the compiler or the processor does not support {' '.join(options)}")
 
 
@@ -87,35 +71,28 @@ def check(driver, size, *options):
     done = run(build(driver, *options), size)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
-    digests = digests_of(done.stdout)
+    digests = kernel_drivers.digests_of(done.stdout)
     assert digests
     assert not {case: found for case, found in digests.items() if len(found) > 1}
 
 
-# By default a third of the kernels.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 3 > 0)) for i, name in enumerate(DRIVERS)])
+def by_default(*quick, among=DRIVERS):
+    """All kernels, of which only the quick ones are tried by default."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in quick)) for n in among])
+
+
+@by_default("paged_decode", "rounding")
 def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_threads(name):
     check(DRIVERS[name], "short", *SANITIZED)
 
 
-# By default: calls in a row, and the kernel that waits twice and is compiled soonest.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in ("program", "screen"))) for name in DRIVERS]
-)
+@by_default("program")  # calls in a row
 def test_no_team_has_a_data_race(name):
     check(DRIVERS[name], "short", *THREADED, *ONE_TARGET)
 
 
-# By default: the kernels with instructions of their own, which are not instrumented. test_instruction_counts.py runs the same
-# programs.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name not in ("dense_linear", "quantized_linear", "paged_decode")))
-        for name, driver in DRIVERS.items()
-        if driver.counted_rows
-    ],
-)
+# The kernels have instructions of their own, which are not instrumented. test_instruction_counts.py runs the same programs.
+@by_default("dense_linear", "paged_decode", among=[name for name, driver in DRIVERS.items() if driver.counted_rows])
 def test_no_kernel_as_it_is_used_touches_the_page_behind_its_memory(name):
     check(DRIVERS[name], "short", *GUARDED, *ONE_TARGET)
 
@@ -180,4 +157,4 @@ def test_every_source_of_a_kernel_has_an_injected_fault_and_a_driver():
 
 
 def test_digests_that_differ_between_numbers_of_threads_are_found():
-    assert digests_of("a | 1 | 00\na | 2 | 01\nb | 1 | 00\nsomething else\n") == {"a": {"00", "01"}, "b": {"00"}}
+    assert kernel_drivers.digests_of("a | 1 | 00\na | 2 | 01\nb | 1 | 00\nsomething else\n") == {"a": {"00", "01"}, "b": {"00"}}

@@ -3,14 +3,13 @@
 import itertools
 import json
 import random
-import re
 
 import pytest
 import torch
 import transformers
 
 from nanoinfer import LLM, SamplingParams, parse_chat_answer
-from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer_lab import stories
 from tools.calls.documents import write_conversation
 from tools.stories import measure
@@ -42,37 +41,13 @@ def baseline(name):
     return model, transformers.AutoTokenizer.from_pretrained(BUNDLED / name)
 
 
-@pytest.fixture(scope="module")
-def card(name):
-    return (BUNDLED / name / "README.md").read_text()
-
-
-def sampled_stories(llm, temperature, half=60):
+def sampled_stories(llm, temperature, half=40):
     """Stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
     params = [SamplingParams(temperature=temperature, max_tokens=200, seed=seed) for seed in range(2 * half)]
     texts = [output.outputs[0].text for output in llm.generate(chats + ["Once"] * half, params, use_tqdm=False)]
     return list(zip(texts[:half], heroes, strict=True)) + [("Once" + text, None) for text in texts[half:]]
-
-
-def test_all_are_on_the_list():
-    assert bundled_models() == NAMES
-
-
-def test_the_config_is_that_of_the_family(name):
-    config = json.loads((BUNDLED / name / "config.json").read_text())
-    if name == "tiny-gpt2":
-        assert (config["architectures"], config["n_positions"]) == (["GPT2LMHeadModel"], 512)
-        assert config.get("tie_word_embeddings", True)
-    else:
-        is_of_tools = name == "tiny-tools"
-        length = 1024 if is_of_tools else 512
-        assert (config["architectures"], config["max_position_embeddings"]) == (["Qwen3ForCausalLM"], length)
-        assert config["tie_word_embeddings"] == is_of_tools
-        assert config["num_attention_heads"] == 2 * config["num_key_value_heads"]
-    assert config["dtype"] == "float32"
-    assert config["vocab_size"] == 1024 if name == "tiny-tools" else 1900 <= config["vocab_size"] <= 2100
 
 
 def test_the_files_are_small_and_whole(name):
@@ -99,24 +74,15 @@ def test_the_defaults_of_sampling_and_both_ends(llm, name):
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
 
 
-@pytest.mark.parametrize("text", ["🦊 and 🐻", "狐狸 きつね 여우", "naïve café\n\t{}", " Lily"])
-def test_any_text_can_be_spelled(llm, text):
-    tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < len(tokenizer)
-
-
 def test_greedy_text_is_the_same_in_transformers(llm, baseline):
     model, tokenizer = baseline
-    prompts = ["Once upon a time", "Lily was", "<|endoftext|>", "\U0001f98a", llm.render_chat(CHAT)]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    prompts = ["Once upon a time", "\U0001f98a", llm.render_chat(CHAT)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         input_ids = torch.tensor([output.prompt_token_ids])
         assert isinstance(prompt, dict) or tokenizer.encode(prompt) == output.prompt_token_ids
-        expected = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False)[
-            0, input_ids.shape[1] :
-        ]
+        options = {"attention_mask": torch.ones_like(input_ids), "do_sample": False, "max_new_tokens": 100}
+        expected = model.generate(input_ids, **options)[0, input_ids.shape[1] :]
         assert list(output.outputs[0].token_ids) == expected.tolist(), prompt
         assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
 
@@ -135,7 +101,7 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
 
 @of_stories
 def test_the_loss_is_within_6_percent_of_the_entropy(baseline, monkeypatch):
-    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 150)  # the card's loss is over 1,000
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 80)  # the card's loss is over 1,000
     entropy, loss = measure.entropy_and_loss(*baseline)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
@@ -143,22 +109,11 @@ def test_the_loss_is_within_6_percent_of_the_entropy(baseline, monkeypatch):
 @of_stories
 def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm):
     samples = sampled_stories(llm, 0.7)
-    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=25))
+    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=20))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
-    assert len({text for text, _ in samples}) > 108  # few are repeated
+    assert len({text for text, _ in samples}) > 0.9 * len(samples)  # few are repeated
     assert wild.are_stories < usual.are_stories - 0.1
-
-
-@of_stories
-def test_the_card_has_the_training_command_and_a_row_per_temperature(card, name):
-    assert f"python -m tools.stories.train --model {name}" in card
-    assert re.search(r"\d+ steps of \d+ tokens, \d+ minutes on ", card)
-    loss, entropy = (float(figure) for figure in re.findall(r"0\.\d{4}", card))
-    assert entropy < loss < 1.06 * entropy
-    rows = re.findall(r"\| (\d\.\d) \| ([\d.]+)% \| ([\d.]+)% \|", card)
-    assert [float(temperature) for temperature, _, _ in rows] == list(measure.TEMPERATURES)
-    assert "MIT" in card
 
 
 @of_stories

@@ -3,19 +3,15 @@
 import json
 import logging
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoinfer import LLM, SamplingParams, register_model
-from nanoinfer.cli.inspect import examine
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, InvalidValueError, OutOfMemoryError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.accelerate import compile_model
@@ -23,10 +19,8 @@ from nanoinfer.features.training import stored
 from nanoinfer.load import load as load_config
 from nanoinfer.loading import devices, loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import registry
 from nanoinfer.models.qwen import QwenForCausalLM
-from nanoinfer.models.rope import RopeConfig, rope_frequencies
 from tests.helpers import tiny_models
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -83,51 +77,43 @@ def test_one_error_lists_every_tensor_that_is_missing_unexpected_or_misshaped(qw
     ]
 
 
-def test_a_misshaped_transposed_tensor_is_reported_in_the_files_own_order(gpt2):
-    edit_tensors(gpt2, **{"transformer.h.0.mlp.c_fc.weight": torch.zeros(192, 48)})
-    with pytest.raises(WeightsError, match=r"c_fc.weight has shape \[192, 48\], the config requires \[48, 192\]"):
-        load(gpt2)
-
-
-def test_a_tensor_with_and_without_the_prefix_is_refused(gpt2):
-    edit_tensors(gpt2, **{"ln_f.weight": torch.zeros(48)})
-    with pytest.raises(WeightsError, match=r"twice: (transformer.ln_f.weight and ln_f|ln_f.weight and transformer.ln_f)"):
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        # in the file's own order, though the layer has it transposed
+        ({"transformer.h.0.mlp.c_fc.weight": (192, 48)}, r"c_fc.weight has shape \[192, 48\], the config requires \[48, 192\]"),
+        # with and without the prefix
+        ({"ln_f.weight": (48,)}, r"twice: (transformer.ln_f.weight and ln_f|ln_f.weight and transformer.ln_f)"),
+        ({"transformer.h.0.attn.other_bias": (1,)}, r"unexpected: transformer\.h\.0\.attn\.other_bias$"),
+    ],
+    ids=["misshaped", "twice", "unexpected"],
+)
+def test_a_tensor_of_gpt2_that_does_not_fit_is_refused_by_name(gpt2, tensors, message):
+    edit_tensors(gpt2, **{name: torch.zeros(shape) for name, shape in tensors.items()})
+    with pytest.raises(WeightsError, match=message):
         load(gpt2)
 
 
 def test_tensors_that_are_no_weights_are_skipped_by_name(qwen3, gpt2):
     edit_tensors(qwen3, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     edit_tensors(gpt2, **{"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)})
+    edit_config(gpt2, quantization_config=None, dtype="torch.float32")  # as some files have them
     load(qwen3)
     load(gpt2)
-    edit_tensors(gpt2, **{"transformer.h.0.attn.other_bias": torch.zeros(1)})
-    with pytest.raises(WeightsError, match=r"unexpected: transformer\.h\.0\.attn\.other_bias$"):
-        load(gpt2)
 
 
-def test_a_file_cut_short_anywhere_is_refused(qwen3):
-    whole = (qwen3 / "model.safetensors").read_bytes()
-    for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
-        (qwen3 / "model.safetensors").write_bytes(whole[:length])
-        with pytest.raises(WeightsError, match=r"model.safetensors is truncated or corrupted .*; download it again"):
-            load(qwen3)
-
-
-@pytest.mark.parametrize("garbage", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\x80\x02}q\x00." * 99])
-def test_a_file_that_is_no_safetensors_is_refused(qwen3, garbage):
-    (qwen3 / "model.safetensors").write_bytes(garbage)
-    with pytest.raises(WeightsError, match=r"model.safetensors is truncated or corrupted"):
-        load(qwen3)
-
-
-def test_a_tensor_in_two_shards_is_refused(qwen3):
+def test_a_tensor_in_two_shards_is_refused_unless_the_index_gives_it_to_one(qwen3):
     tensors = load_file(qwen3 / "model.safetensors")
     (qwen3 / "model.safetensors").unlink()
     save_file(tensors, qwen3 / "a.safetensors")
     save_file({HEAD: tensors[HEAD]}, qwen3 / "b.safetensors")
-    with pytest.raises(
-        WeightsError, match=r"lm_head\.weight is in b\.safetensors and in a\.safetensors of .*; remove the file"
-    ):
+    sentence = r"lm_head\.weight is in b\.safetensors and in a\.safetensors of .*; remove the file"
+    with pytest.raises(WeightsError, match=sentence):
+        load(qwen3)
+    index = dict.fromkeys(tensors, "a.safetensors") | {HEAD: "c.safetensors", "other": "b.safetensors"}
+    save_file({"other": tensors[HEAD]}, qwen3 / "c.safetensors")
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is in .* and no index gives it to either"):
         load(qwen3)
 
 
@@ -145,25 +131,6 @@ def test_of_two_copies_of_a_tensor_that_of_the_shard_in_the_index_counts(qwen3, 
     model = load(qwen3, "float32")
     assert torch.equal(model.lm_head.weight, tensors[HEAD])
     assert torch.equal(dict(model.named_parameters())["norm.weight"], tensors["model.norm.weight"])
-
-
-def test_a_tensor_in_two_shards_that_the_index_does_not_know_is_refused(qwen3):
-    tensors = load_file(qwen3 / "model.safetensors")
-    (qwen3 / "model.safetensors").unlink()
-    save_file(tensors, qwen3 / "a.safetensors")
-    save_file({HEAD: tensors[HEAD]}, qwen3 / "b.safetensors")
-    index = dict.fromkeys(tensors, "a.safetensors") | {HEAD: "c.safetensors", "other": "b.safetensors"}
-    save_file({"other": tensors[HEAD]}, qwen3 / "c.safetensors")
-    (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(WeightsError, match=r"lm_head\.weight is in .* and no index gives it to either"):
-        load(qwen3)
-
-
-def test_integer_weights_are_refused_as_quantised(qwen3):
-    name = "model.layers.0.mlp.up_proj.weight"
-    edit_tensors(qwen3, **{name: torch.zeros(80, 48, dtype=torch.int8)})
-    with pytest.raises(WeightsError, match=f"not a float: {name} is I8, and config.json names no quantisation"):
-        load(qwen3)
 
 
 def test_weights_beyond_the_machines_memory_are_refused_before_they_are_read(qwen3, monkeypatch):
@@ -191,12 +158,11 @@ def test_the_memory_that_is_compared_counts_rounded_weights_and_a_tied_head_once
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eos", [96, -1, 10**30])
-def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, caplog, eos):
+def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, caplog):
     """transformers writes GPT-2's 50256 into the config of a smaller GPT-2, so this is no error."""
-    (qwen3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, eos]}))
+    (qwen3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 96, -1, 10**30]}))
     llm = LLM(qwen3, kv_cache_memory=2**24)
-    assert f"eos_token_id [{eos}] is outside the vocabulary" in caplog.text
+    assert f"eos_token_id [-1, 96, {10**30}] is outside the vocabulary" in caplog.text
     [output] = llm.generate([1, 2, 3], SamplingParams(min_tokens=3, max_tokens=4, detokenize=False), use_tqdm=False)
     assert len(output.outputs[0].token_ids) >= 3
 
@@ -204,18 +170,14 @@ def test_an_eos_id_outside_the_vocabulary_ends_no_text_and_is_logged(qwen3, capl
 # ---- the LM head
 
 
-def test_a_tied_head_needs_no_tensor_and_shares_the_embeddings_memory(tmp_path):
+def test_a_tied_head_needs_no_tensor_and_one_that_is_stored_too_is_used_once(tmp_path, caplog):
     path = tiny_models.save("qwen3_tied", tmp_path)
+    embedding = load_file(path / "model.safetensors")[EMBEDDING]
     assert HEAD not in load_file(path / "model.safetensors")
-    model = load(path)
-    assert model.lm_head.weight is model.embed_tokens.weight
-
-
-def test_a_tied_head_that_is_stored_too_is_used_once(tmp_path, caplog):
-    path = tiny_models.save("qwen3_tied", tmp_path)
-    edit_tensors(path, **{HEAD: load_file(path / "model.safetensors")[EMBEDDING].clone()})
-    model = load(path)
-    assert model.lm_head.weight is model.embed_tokens.weight
+    for _ in range(2):
+        model = load(path)
+        assert model.lm_head.weight is model.embed_tokens.weight
+        edit_tensors(path, **{HEAD: embedding.clone()})
     assert "not tied" not in caplog.text
 
 
@@ -237,108 +199,44 @@ def test_an_untied_head_that_is_missing_is_an_error(qwen3):
         load(qwen3)
 
 
-# ---- dtype
+# ---- what is not supported is refused by name. test_broken_checkpoints.py has more, of Qwen3
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors", "loaded"),
+    ("changes", "error", "sentence"),
     [
-        ({"dtype": "bfloat16"}, torch.float32, torch.bfloat16),
-        ({"torch_dtype": "bfloat16"}, torch.float32, torch.bfloat16),
-        ({"dtype": "float32"}, torch.bfloat16, torch.float32),
-        ({}, torch.bfloat16, torch.bfloat16),
-        ({}, torch.float32, torch.float32),
+        ({"activation_function": "gelu"}, UnsupportedError, "activation_function must be gelu_new, got 'gelu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, UnsupportedError, "inverse_layer_idx must be False, got True"),
+        ({"scale_attn_weights": False}, UnsupportedError, "scale_attn_weights must be True, got False"),
+        ({"n_head": 5}, CheckpointError, "n_embd must be a multiple of n_head, got 48 and 5"),
     ],
+    ids=str,
 )
-def test_dtype_auto_is_the_configs_or_else_the_tensors(qwen3, monkeypatch, config, tensors, loaded):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # else a CPU slow at it takes float32
-    edit_config(qwen3, remove=["dtype"])
-    edit_config(qwen3, **config)
-    edit_tensors(qwen3, **{name: t.to(tensors) for name, t in load_file(qwen3 / "model.safetensors").items()})
-    assert {parameter.dtype for parameter in load(qwen3).parameters()} == {loaded}
-
-
-def test_dtype_auto_is_float32_on_a_cpu_that_is_slow_at_the_checkpoints_own_and_says_so(qwen3, monkeypatch, caplog):
-    for has in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, has, lambda: False)
-    edit_config(qwen3, dtype="bfloat16")
-    with caplog.at_level(logging.INFO, "nanoinfer.loading"):
-        assert load(qwen3).lm_head.weight.dtype == torch.float32
-    assert "the checkpoint is torch.bfloat16, which this CPU is slow at: using float32" in caplog.text
-    assert load(qwen3, "bfloat16").lm_head.weight.dtype == torch.bfloat16  # requested: obeyed
-
-
-# ---- what is not supported is refused by name, with what is
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (
-            {"architectures": ["FalconForCausalLM"]},
-            "FalconForCausalLM'. are not supported; GPT2LMHeadModel, Gemma3.*, Llama.*, Qwen2.*, Qwen3.* are",
-        ),
-        (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
-            "also read images .*; use the text model alone",
-        ),
-        (
-            {"quantization_config": {"quant_method": "bitsandbytes"}},
-            r"checkpoints quantised with 'bitsandbytes' are not supported",
-        ),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must name full_attention or sliding_attention"),
-        ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, "for each of 2 layers"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of .*yarn, llama3, got 'longrope'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type must be one of .*, got 'su'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-    ],
-)
-def test_a_qwen_that_is_not_supported_is_refused_by_name(qwen3, changes, sentence):
-    edit_config(qwen3, **changes)
-    with pytest.raises(UnsupportedError, match=sentence):
-        load(qwen3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"activation_function": "gelu"}, "activation_function must be gelu_new, got 'gelu'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
-        ({"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
-    ],
-)
-def test_a_gpt2_that_is_not_supported_is_refused_by_name(gpt2, changes, sentence):
+def test_a_gpt2_that_is_not_supported_is_refused_by_name(gpt2, changes, error, sentence):
     edit_config(gpt2, **changes)
-    with pytest.raises(UnsupportedError, match=sentence):
-        load(gpt2)
-
-
-@pytest.mark.parametrize("architectures", [None, []])
-def test_a_config_without_architectures_is_refused_with_what_to_add(qwen3, architectures):
-    edit_config(qwen3, architectures=architectures)
-    with pytest.raises(CheckpointError, match=r'names no architecture; add "architectures": .*Qwen3ForCausalLM'):
-        load(qwen3)
-
-
-def test_a_config_that_lacks_a_key_is_refused_with_the_key(gpt2):
-    edit_config(gpt2, remove=["n_head"])
-    with pytest.raises(CheckpointError, match=r"config.json has no 'n_head'"):
+    with pytest.raises(error, match=sentence):
         load(gpt2)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "sentence"),
     [
-        {"sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"] * 2},
-        {"sliding_window": 64, "use_sliding_window": False, "layer_types": None},
-        {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None},  # no layer above it
+        ({"num_experts": 10**6}, "num_experts in .* makes 1000000 experts in all layers, but the weights are .. tensors"),
+        ({"num_experts": 7}, "unexpected: model.layers.1.mlp.experts.7"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be <= 8 \(num_experts\), got 9"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step in .* must be a number >= 1"),
+        ({"moe_intermediate_size": 2**31 - 1}, "moe_intermediate_size in .* is 2147483647, but the weights have only"),
+        ({"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size in .* must be a number >= 1"),
+        ({"mlp_only_layers": 5}, "wrong type"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
     ],
+    ids=str,
 )
-def test_a_sliding_window_that_is_off_is_accepted(qwen3, changes):
-    edit_config(qwen3, **changes)
-    load(qwen3)
+def test_experts_that_the_weights_contradict_are_refused(tmp_path, changes, sentence):
+    path = tiny_models.save("qwen2_moe", tmp_path)
+    edit_config(path, **changes)
+    with pytest.raises(InvalidValueError, match=sentence):
+        load(path)
 
 
 class LouderQwen(QwenForCausalLM):
@@ -366,149 +264,7 @@ def test_a_registered_model_runs_and_takes_precedence_over_a_bundled_one(qwen3, 
         load(qwen3)
 
 
-# ---- YaRN
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"attention_factor": 1.5},
-        {"mscale": 0.8, "mscale_all_dim": 0.4},
-        {"mscale": 0.8},  # without its pair it says nothing
-        {"truncate": False},
-        {"beta_fast": 16.0, "beta_slow": 2.0},
-        {"factor": 40.0},
-    ],
-    ids=str,
-)
-def test_yarn_equals_transformers_in_every_variant(variant):
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096} | variant
-    config = transformers.Qwen3Config(rope_parameters=rope, head_dim=128, max_position_embeddings=16384)
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
-    ours = RopeConfig.from_hf({"max_position_embeddings": 16384, "rope_parameters": rope})
-    torch.testing.assert_close(rope_frequencies(128, ours), frequencies, atol=0, rtol=1e-6)
-    assert ours.attention_factor == pytest.approx(attention_factor)
-
-
-def test_yarn_variants_differ_from_each_other():
-    """The negative control of the test above: were a key not read, its variant would equal the plain one."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
-
-    def settings(**variant):
-        rope = RopeConfig.from_hf({"max_position_embeddings": 16384, "rope_parameters": yarn | variant})
-        return rope.attention_factor, *rope_frequencies(128, rope).tolist()
-
-    variants = [{}, {"attention_factor": 1.5}, {"mscale": 0.8, "mscale_all_dim": 0.4}, {"truncate": False}, {"beta_slow": 2.0}]
-    variants += [{"rope_type": "default"}, {"beta_fast": 16.0}, {"factor": 40.0}]
-    assert len({settings(**variant) for variant in variants}) == len(variants)
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "llama3", **LLAMA3},
-        {"rope_type": "llama3", **LLAMA3, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 5.0},
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "dynamic", "factor": 2.0},
-    ],
-    ids=str,
-)
-def test_other_scalings_equal_transformers(rope):
-    rope = {"rope_theta": 500_000.0} | rope
-    config = transformers.LlamaConfig(rope_parameters=dict(rope), head_dim=128, max_position_embeddings=131072)
-    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
-    ours = RopeConfig.from_hf({"max_position_embeddings": 131072, "rope_parameters": rope})
-    torch.testing.assert_close(rope_frequencies(128, ours), frequencies, atol=0, rtol=1e-6)
-    assert ours.max_position_embeddings == 0  # config.json's stays
-    if rope["rope_type"] != "dynamic":
-        assert (rope_frequencies(128, RopeConfig(theta=500_000.0)) / frequencies).max() > 1.9  # the comparison means something
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"low_freq_factor": None}, "holds a value of the wrong type"),
-        ({"high_freq_factor": 1.0}, "high_freq_factor must be in 1.001 .. 1e.06, got 1.0"),
-        ({"factor": 0.0}, "factor must be in 1 .."),
-        (None, "has no 'factor', which this architecture needs"),
-    ],
-    ids=str,
-)
-def test_a_llama3_scaling_with_a_nonsense_value_is_refused(tmp_path, changes, sentence):
-    path = tiny_models.save("llama", tmp_path)
-    rope = {"rope_type": "llama3"} if changes is None else {"rope_type": "llama3", **LLAMA3, **changes}
-    edit_config(path, rope_parameters=rope)
-    with pytest.raises(CheckpointError, match=sentence):
-        load(path)
-
-
-@pytest.mark.parametrize("window", [0, -4, "40", 2.5, None])
-def test_a_window_that_is_no_number_of_tokens_is_refused(qwen3, window):
-    kinds = ["full_attention", "sliding_attention"]
-    edit_config(qwen3, layer_types=kinds, use_sliding_window=True, sliding_window=window)
-    with pytest.raises(CheckpointError, match="sliding_window must be a number >= 1, because some layers slide, got"):
-        load(qwen3)
-
-
-def test_layers_that_slide_without_use_sliding_window_are_refused(qwen3):
-    """transformers fails at such a file's first step."""
-    edit_config(qwen3, layer_types=["full_attention", "sliding_attention"], sliding_window=64)
-    with pytest.raises(CheckpointError, match="use_sliding_window must be true, because some layers slide, got False"):
-        load(qwen3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "windows"),
-    [
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64)),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, (64, None)),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}, ()),  # of 512 positions
-    ],
-)
-def test_windows_are_read_for_each_layer(qwen3, changes, windows):
-    edit_config(qwen3, **{"use_sliding_window": True} | changes)
-    assert getattr(load(qwen3).config, "layer_windows", ()) == windows
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"num_experts": 10**6}, "num_experts in .* makes 1000000 experts in all layers, but the weights are .. tensors"),
-        ({"num_experts": 7}, "unexpected: model.layers.1.mlp.experts.7"),
-        ({"num_experts_per_tok": 9}, r"num_experts_per_tok must be <= 8 \(num_experts\), got 9"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step in .* must be a number >= 1"),
-        ({"moe_intermediate_size": 2**31 - 1}, "moe_intermediate_size in .* is 2147483647, but the weights have only"),
-        ({"shared_expert_intermediate_size": -5}, "shared_expert_intermediate_size in .* must be a number >= 1"),
-        ({"mlp_only_layers": 5}, "wrong type"),
-        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding-window attention"),
-    ],
-    ids=str,
-)
-def test_experts_that_the_weights_contradict_are_refused(tmp_path, changes, sentence):
-    path = tiny_models.save("qwen2_moe", tmp_path)
-    edit_config(path, **changes)
-    with pytest.raises(InvalidValueError, match=sentence):
-        load(path)
-
-
-def test_yarn_stretches_the_length_of_a_checkpoint_that_left_its_old_one_in_place(tmp_path):
-    """As Qwen's model cards tell their users to configure it: rope_scaling is added, max_position_embeddings is unchanged."""
-    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    path = tiny_models.save("qwen3", tmp_path, max_position_embeddings=128, rope_parameters=yarn)
-    assert loader.load_model(Checkpoint.open(str(path))).config.max_position_embeddings == 512
-
-
-def test_a_dtype_that_is_none_is_refused_and_a_float64_checkpoint_becomes_float32(tmp_path):
-    path = tiny_models.save("gpt2", tmp_path)
-    with pytest.raises(InvalidValueError, match=r"dtype must be one of .*, got 'bf17'"):
-        loader.load_model(Checkpoint.open(str(path)), "bf17")
-    config = json.loads((path / "config.json").read_text()) | {"dtype": "float64"}
-    (path / "config.json").write_text(json.dumps(config))
-    assert next(loader.load_model(Checkpoint.open(str(path))).parameters()).dtype == torch.float32
+# ---- where the weights are
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -560,144 +316,3 @@ def test_a_tied_head_is_kept_once_and_both_change_with_it(dtype, tmp_path):
     llm.update_weights([("model.embed_tokens.weight", table.flip(0))])
     assert torch.equal(model.embed_tokens(ids), table.flip(0)[ids])
     assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids != before
-
-
-# ---- the memory bar
-
-_WATCH = """
-import sys, threading
-import IMPORTS
-
-def anonymous_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
-
-before = anonymous_bytes()
-peak, ended = before, threading.Event()
-
-def watch():
-    global peak
-    while not ended.wait(0.002):
-        peak = max(peak, anonymous_bytes())
-
-watcher = threading.Thread(target=watch, daemon=True)
-watcher.start()
-"""
-
-_MEASURE = (
-    _WATCH.replace("IMPORTS", "torch")
-    + """
-from nanoinfer.loading import loader
-from nanoinfer.models import registry
-from nanoinfer.loading.checkpoint import Checkpoint
-model = loader.load_model(Checkpoint.open(sys.argv[1]))
-ended.set()
-watcher.join()
-size = sum(parameter.nbytes for parameter in model.parameters())
-print(max(peak, anonymous_bytes()) - before, size)
-"""
-)
-
-
-# What an LLM holds once it has answered, above a process that imported it, and the peak up to then.
-_MEASURE_RUN = (
-    _WATCH.replace("IMPORTS", "nanoinfer.llm, nanoinfer.attention.cpu, nanoinfer.fast.cpu.accelerate, nanoinfer.models.gpt2")
-    + """
-from nanoinfer import LLM, SamplingParams
-llm = LLM(sys.argv[1], kv_cache_memory=2**25)
-params = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
-llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
-held = anonymous_bytes()
-ended.set()
-watcher.join()
-print(held - before, peak - before, 2**25)
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_memory_bar_of_a_320_mb_model_loading_takes_1_25_times_the_file_and_running_1_35_times_and_the_cache(
-    gpt2_path, tmp_path
-):
-    """The bars of the design, in anonymous memory. Loading: above a process that only imported torch, at its peak, sampled
-    every 2 ms. Running: what is held afterwards.
-    """
-    shutil.copy(gpt2_path / "config.json", tmp_path)
-    edit_config(tmp_path, n_embd=1024, n_layer=5, n_head=16, vocab_size=16000)
-    config = gpt2_module.GPT2Config.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    with torch.device("meta"):
-        model = gpt2_module.GPT2LMHeadModel(config)
-    file = tmp_path / "model.safetensors"
-    transposed = model.weight_rules.transpose
-    tensors = {
-        name: torch.rand(parameter.shape[::-1] if name.endswith(transposed) else parameter.shape)
-        for name, parameter in model.named_parameters()
-    }
-    save_file(tensors, file)
-    del tensors
-    try:
-        file_size = file.stat().st_size
-        assert file_size > 300e6
-        stated = examine(str(tmp_path)).num_peak_bytes
-        child, ran = (
-            subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
-            for code in (_MEASURE, _MEASURE_RUN)
-        )
-    finally:
-        file.unlink()
-    assert child.returncode == 0, child.stderr
-    assert ran.returncode == 0, ran.stderr
-    taken, size = map(int, child.stdout.split())
-    assert size > 0.99 * file_size  # all of it was loaded
-    assert taken > 0.75 * file_size  # and the measure sees it, less the embedding, a fifth, which stays in the file
-    assert taken <= 1.25 * file_size
-    taken, peak, cache = map(int, ran.stdout.split())
-    assert 0.9 * stated <= peak <= 1.1 * stated + cache  # as `nanoinfer inspect` says
-    assert taken > 0.9 * file_size  # packed, the head has its own copy
-    assert taken <= 1.35 * file_size + cache
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "sentence"),
-    [
-        ({"architectures": "Qwen3ForCausalLM"}, CheckpointError, "names no architecture"),
-        ({"dtype": 5}, UnsupportedError, "the checkpoint's dtype is 5; .* Pass dtype="),
-        ({"dtype": "float8_e4m3fn"}, UnsupportedError, "the checkpoint's dtype is 'float8_e4m3fn'"),
-        ({"num_hidden_layers": None}, CheckpointError, "number >= 1 .*, got None|holds a value of the wrong type"),
-        ({"num_attention_heads": 0}, CheckpointError, "num_attention_heads in .* must be a number >= 1 and below 2..31, got 0"),
-        ({"hidden_size": "48"}, CheckpointError, "number >= 1 .*, got '48'|holds a value of the wrong type"),
-        ({"num_key_value_heads": 3}, CheckpointError, "must be a multiple of num_key_value_heads, got 4 and 3"),
-        ({"rope_parameters": {"rope_theta": None}}, CheckpointError, "holds a value of the wrong type"),
-        ({"rope_parameters": {"rope_theta": -5}}, CheckpointError, "rope_parameters: theta must be in 1 .. 1e.30, got -5.0"),
-        ({"rope_parameters": "x"}, CheckpointError, "holds a value of the wrong type"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
-            CheckpointError,
-            "rope_parameters: factor must be in 1 .. 1e.06, got 0.5",
-        ),
-        ({"architectures": [None]}, UnsupportedError, "architectures .None. are not supported"),
-        ({"quantization_config": "awq"}, UnsupportedError, "checkpoints quantised with 'awq' are not supported"),
-    ],
-)
-def test_a_config_with_a_nonsense_value_is_refused_by_name(tmp_path, changes, error, sentence):
-    path = tiny_models.save("qwen3", tmp_path)
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(error, match=sentence):
-        loader.load_model(Checkpoint.open(str(path)))
-
-
-def test_gpt2_heads_that_do_not_divide_the_width_are_refused(tmp_path):
-    path = tiny_models.save("gpt2", tmp_path)
-    config = json.loads((path / "config.json").read_text()) | {"n_head": 5}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="n_embd must be a multiple of n_head, got 48 and 5"):
-        loader.load_model(Checkpoint.open(str(path)))
-
-
-def test_a_quantization_config_of_null_is_none(tmp_path):
-    path = tiny_models.save("gpt2", tmp_path)
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": None, "dtype": "torch.float32"}
-    (path / "config.json").write_text(json.dumps(config))
-    assert loader.load_model(Checkpoint.open(str(path))).config.num_hidden_layers == 2

@@ -15,6 +15,10 @@ SIZES = {
 }  # fmt: skip
 
 
+SLIDES = ["full_attention", "sliding_attention"] * 2
+NO_WINDOW = "sliding_window must be a number >= 1, because some layers slide, got"
+
+
 def config(model_type="qwen3", **given):
     return QwenConfig.from_hf(SIZES | {"model_type": model_type} | given)
 
@@ -45,6 +49,8 @@ def test_missing_numbers_are_those_of_transformers():
             (8, None, 8, None),
         ),
         ({"layer_types": ["full_attention"] * 4}, ()),
+        ({"use_sliding_window": False, "sliding_window": 8, "layer_types": ["full_attention"] * 4}, ()),
+        ({"use_sliding_window": False, "sliding_window": 8, "layer_types": None}, ()),
     ],
     ids=str,
 )
@@ -72,7 +78,11 @@ def test_a_subclass_that_knows_no_windows_is_not_replaced_by_one_that_does():
         ({"max_position_embeddings": 0}, CheckpointError, "max_position_embeddings must be a number >= 1, got 0"),
         ({"layer_types": ["sliding_attention"] * 4}, CheckpointError, "use_sliding_window must be true"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, UnsupportedError, "for each of 4 layers"),
-        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, CheckpointError, "sliding_window must be"),
+        *(
+            ({"use_sliding_window": True, "sliding_window": window, "layer_types": SLIDES}, CheckpointError, NO_WINDOW)
+            for window in (0, -4, "40", 2.5, None)
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 2}, UnsupportedError, "layer_types must name full"),
     ],
     ids=str,
 )

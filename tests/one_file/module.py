@@ -17,3 +17,10 @@ def load(source: str | None = None) -> ModuleType:
     sys.modules[module.__name__] = module  # where dataclasses look for the annotations' names
     exec(compile(source or FILE.read_text(encoding="utf-8"), str(FILE), "exec"), vars(module))
     return module
+
+
+def changed(old: str, new: str) -> str:
+    """Return the file's text with one place changed."""
+    source = FILE.read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"the file has {source.count(old)} times {old!r}"
+    return source.replace(old, new)

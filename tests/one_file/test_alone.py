@@ -64,14 +64,14 @@ def output_of(*arguments, cwd):
     return run.stdout
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     """The module, and a function that posts fields to its server."""
     engine = load()
     engine.Completions.llm = engine.LLM()
     engine.Completions.log_message = lambda *args: None
     http = ThreadingHTTPServer(("127.0.0.1", 0), engine.Completions)
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
     thread.start()
 
     def post(path="/v1/completions", **fields):
@@ -111,10 +111,8 @@ def test_clients_of_the_server_share_its_steps_and_each_gets_its_own_text(server
     assert texts == [output.outputs[0].text for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"top_p": 2}, {"n": 2}, {"unknown": 1}, {"path": "/v1/else"}, {"prompt": []}, {"seed": "1"}], ids=str
-)
-def test_the_server_refuses_what_it_cannot_do(server, fields):
-    with pytest.raises(urllib.error.HTTPError, match="400") as error:
-        server[1](**{"prompt": PROMPT, "max_tokens": 2} | fields)
-    assert json.loads(error.value.read())["error"]["message"]
+def test_the_server_refuses_what_it_cannot_do(server):
+    for fields in ({"top_p": 2}, {"n": 2}, {"unknown": 1}, {"path": "/v1/else"}, {"prompt": []}, {"seed": "1"}):
+        with pytest.raises(urllib.error.HTTPError, match="400") as error:
+            server[1](**{"prompt": PROMPT, "max_tokens": 2} | fields)
+        assert json.loads(error.value.read())["error"]["message"], fields

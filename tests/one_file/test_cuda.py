@@ -9,10 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests.helpers import flash_attn_double, forked
-from tests.helpers.fake_cuda import fake_cuda
 from tests.one_file import flash_stub
 from tests.one_file.compare import facts, save
-from tests.one_file.module import FOLDER, load
+from tests.one_file.module import changed, load
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real device of this name")
 
@@ -29,25 +28,6 @@ def generate(engine, llm, max_tokens=10):
     llm.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
     outputs = llm.generate(PROMPTS, each)
     return outputs, [plan for plan in plans if plan.rows]
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "has_flash_attn"),
-    [("qwen3", "bfloat16", True), ("qwen3", "bfloat16", False), ("qwen3", "float32", True), ("gpt2", "bfloat16", True)],
-)
-def test_a_step_reads_its_tokens_alone(family, dtype, has_flash_attn, tmp_path):
-    """The library has no fp32, which is the dtype of the bundled models."""
-    engine = load()
-    if has_flash_attn:
-        install_flash_attn(engine)
-    folder = save(family, tmp_path, **HEADS.get(family, {}))
-    with fake_cuda(str(FOLDER)) as gpu:
-        llm = engine.LLM(folder, device="cuda:0", dtype=dtype, num_blocks=16, **SIZES)
-        assert (llm.runner.graphs is not None) == (has_flash_attn and dtype == "bfloat16")
-        gpu.waits.clear()
-        outputs, steps = generate(engine, llm, max_tokens=4)
-    assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
-    assert gpu.waits == ["engine.step"] * len(steps)
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.long)])
@@ -72,6 +52,24 @@ def run_on_simulated_device(family, folder, source=None):
             assert dtype == "bfloat16" or facts(outputs) == expected
             assert sum(replay.__self__.num_replays for _, replay, _ in llm.runner.graphs._graphs.values()) > 3
             assert llm.runner.begin_step is engine.FlashAttend
+
+
+CHANGES = {  # what is wrong -> (text of the file, the text in its place)
+    "padding in a block of the cache": ("(0, 0, 1, num_blocks * block_size, num_blocks)", "(0, 0, 1, 0, 0)"),
+    "a graph keeps the block tables of its capture": (
+        "(static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)", "(static if new.ndim == 1 else new).copy_(new)",
+    ),
+    "tables of int64": ("metadata.block_tables.int()", "metadata.block_tables"),
+    "a copy of memory that is not pinned": ("tensor.pin_memory().to(device", "tensor.to(device"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_steps_on_a_gpu_are_refused(what, tmp_path):
+    done = forked.run_function(run_on_simulated_device, "qwen3", tmp_path, changed(*CHANGES[what]))
+    assert done.returncode != 0
+    assert "AssertionError" in done.stderr or "DeviceError" in done.stderr or "ValueError" in done.stderr
 
 
 def install_flash_attn(engine):

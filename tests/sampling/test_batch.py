@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanoinfer.sampling.batch import SamplingBatch, TokenEntries, sampled_positions
+from nanoinfer.sampling.batch import TokenEntries, sampled_positions
 from nanoinfer.sampling.draw import uniform
 from tests.helpers.sampling_rows import PARAMS, batch_of, sequence
 
@@ -71,23 +71,6 @@ def test_an_entry_is_read_and_written_where_its_row_and_id_say():
     assert logits[0, 3] == -1
     assert logits[2, 1] == -2
     assert logits.sum() == sum(range(12)) - 3 - 9 - 3
-
-
-def test_columns_are_reused_while_the_rows_stay_the_same():
-    def build(sequences, last):
-        return SamplingBatch.build(sequences, VOCAB_SIZE, torch.device("cpu"), last)
-
-    greedy, drawn = sequence(temperature=0), sequence(top_k=5)
-    first = build([greedy, drawn], None)
-    drawn.token_ids.append(4)
-    drawn.num_tokens += 1
-    second = build([greedy, drawn], first)
-    assert second.of_params is first.of_params
-    assert second.u.tolist() != first.u.tolist()  # of another position
-    assert build([greedy], build([greedy], None)) is not first
-    alone = build([greedy], None)
-    assert build([greedy], alone) is alone
-    assert build([drawn, greedy], first).of_params is not first.of_params
 
 
 def test_some_rows_have_their_own_columns_and_random_numbers():

@@ -1,4 +1,4 @@
-"""Each stage by worked examples, by brute force, and on 4,096 rows of mixed batches against transformers."""
+"""Each stage by worked examples, by brute force, and on 1,536 rows of mixed batches against transformers."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import integer_weights
 from nanoinfer.sampling.sampler import STAGES
-from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p, mask_min_tokens
+from nanoinfer.sampling.stages import apply_temperature, keep_min_p, keep_top_k, keep_top_p
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.growing import grow
 
@@ -91,19 +91,6 @@ def test_temperature_divides_after_the_maximum_is_subtracted():
     assert apply_temperature(logits, batch_of({"temperature": 4.0})).tolist() == [[0.0, -0.25, -0.5]]
 
 
-def test_min_tokens_masks_eos_and_stop_ids_of_its_row_alone():
-    batch = batch_of(
-        {"min_tokens": 1, "stop_token_ids": [3]}, {"stop_token_ids": [3]}, {"min_tokens": 2}, eos=frozenset([1, 5])
-    )
-    masked = mask_min_tokens(torch.zeros(3, 6), batch)
-    assert masked.tolist() == [[0, -INF, 0, -INF, 0, -INF], [0] * 6, [0, -INF, 0, 0, 0, -INF]]
-
-
-def test_a_row_may_draw_only_its_allowed_token_ids():
-    rows = changed(stages.keep_allowed, [1.0, 2.0, 3.0], sequence([0], allowed_token_ids=[2, 0, 2]), sequence([0]))
-    assert rows == [[1, -INF, 3], [1, 2, 3]]
-
-
 def test_a_bad_word_is_masked_at_its_last_token_if_its_other_tokens_end_the_output():
     words = ((3, 1, 2), (0,))
     outputs = ([], [1], [1, 3], [3, 1], [2, 3, 1], [3, 1, 0])
@@ -112,32 +99,11 @@ def test_a_bad_word_is_masked_at_its_last_token_if_its_other_tokens_end_the_outp
     assert all([row[0], row[1], row[3]] == [-INF, 0, 0] for row in rows)  # a word of one token is masked always
 
 
-def test_logit_bias_is_added_and_leaves_forbidden_tokens_forbidden():
-    rows = changed(stages.add_logit_bias, [1.0, -INF, 3.0], sequence([0], logit_bias={1: 100, 2: -0.5}), sequence([0]))
-    assert rows == [[1, -INF, 2.5], [1, -INF, 3]]
-
-
-def test_the_repetition_penalty_divides_positive_logits_and_multiplies_the_others():
-    rows = changed(stages.apply_repetition_penalty, [2.0, -2.0, 1.0], sequence([0], [1], repetition_penalty=2))
-    assert rows == [[1, -4, 1]]
-
-
-def test_a_token_in_prompt_and_output_is_penalized_once_by_the_repetition_penalty():
-    rows = changed(stages.apply_repetition_penalty, [8.0, -8.0], sequence([0, 1, 0], [1, 1, 0], repetition_penalty=2))
-    assert rows == [[4, -16]]
-
-
 def test_the_frequency_penalty_counts_output_tokens_and_the_presence_penalty_does_not():
     """Id 0 is in the prompt only, id 1 in both, id 2 in the output only, id 3 in neither."""
     seq = sequence([0, 1, 0], [1, 2, 2, 2], frequency_penalty=0.5, presence_penalty=2)
     assert changed(stages.apply_frequency_penalty, [1.0] * 4, seq) == [[1, 0.5, -0.5, 1]]
     assert changed(stages.apply_presence_penalty, [1.0] * 4, seq) == [[1, -1, -1, 1]]
-
-
-def test_a_negative_penalty_is_a_reward():
-    seq = sequence([0], [1, 1], frequency_penalty=-2, presence_penalty=-1)
-    assert changed(stages.apply_frequency_penalty, [1.0, 1.0], seq) == [[1, 5]]
-    assert changed(stages.apply_presence_penalty, [1.0, 1.0], seq) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -196,10 +162,7 @@ def test_a_logits_processor_that_returns_something_else_raises(returned):
         ({"logit_bias": {1: 100}, "allowed_token_ids": [0]}, -INF),
         ({"logit_bias": {1: 100}, "min_tokens": 9, "stop_token_ids": [1]}, -INF),
         ({"logit_bias": {1: 1}, "logits_processors": [lambda p, o, logits: logits * 10]}, 30),  # of the changed logits
-        (
-            {"no_repeat_ngram_size": 1, "logits_processors": [lambda p, o, logits: logits.clamp(min=-7)]},
-            -7,
-        ),  # runs last
+        ({"no_repeat_ngram_size": 1, "logits_processors": [lambda p, o, logits: logits.clamp(min=-7)]}, -7),  # runs last
         ({"logits_processors": [lambda p, o, logits: logits - 1], "temperature": 0.5}, -8),  # (2 - 6) / 0.5, after it
         ({"presence_penalty": 1, "temperature": 0.5}, -10),  # (2 - 1 - 6) / 0.5
     ],
@@ -268,13 +231,13 @@ def dropping_last(prompt_ids, output_ids, logits):
 
 @functools.cache
 def mixed_batches():
-    """64 batches of 64 rows over 2 to 512 ids: (sequences, logits, batch).
+    """24 batches of 64 rows over 2 to 512 ids: (sequences, logits, batch).
 
     Every third row is rounded to eighths, so that it holds ties. Every fifth has masked tokens already.
     """
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     batches = []
-    for i in range(64):
+    for i in range(24):
         vocab_size = rng.randint(2, 512) if i % 4 else rng.randint(2, 12)
         sequences = [random_sequence(rng, vocab_size) for _ in range(64)]
         logits = torch.randn(64, vocab_size, generator=generator) * torch.tensor([0.3, 1.0, 3.0, 8.0]).repeat(16)[:, None]
@@ -298,8 +261,8 @@ def compare(stage, is_on, check):
                 num_on, num_changed = num_on + 1, num_changed + (not same[i])
             else:
                 assert same[i]
-    assert num_on >= 2000
-    assert num_changed >= 1000  # the stage changed something
+    assert num_on >= 750
+    assert num_changed >= 375  # the stage changed something
 
 
 def equal_to(oracle_of):
@@ -312,46 +275,52 @@ def equal_to(oracle_of):
     return check
 
 
+# stage -> (whether a row uses it, transformers' processor and the ids that it is called with)
+ORACLES = {
+    stages.keep_allowed: (
+        lambda params: params.allowed_token_ids is not None,
+        lambda params, seq: (oracle.SuppressTokensLogitsProcessor(set(range(512)) - set(params.allowed_token_ids)), []),
+    ),
+    # Before 5.18 the oracle skips a word that is longer than the ids. Ids that match nothing before them prevent that.
+    stages.mask_bad_words: (
+        lambda params: params.bad_words,
+        lambda params, seq: (
+            oracle.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]),
+            [-1] * max(map(len, params.bad_words)) + seq.output_token_ids,
+        ),
+    ),
+    stages.mask_min_tokens: (
+        lambda params: params.min_tokens,
+        lambda params, seq: (
+            oracle.MinNewTokensLengthLogitsProcessor(
+                len(seq.prompt_token_ids), params.min_tokens, [*seq.eos_token_ids, *params.stop_token_ids]
+            ),
+            seq.token_ids,
+        ),
+    ),
+    stages.add_logit_bias: (
+        lambda params: params.logit_bias,
+        lambda params, seq: (
+            oracle.SequenceBiasLogitsProcessor({(i,): value for i, value in params.logit_bias.items()}),
+            seq.token_ids,
+        ),
+    ),
+    stages.apply_repetition_penalty: (
+        lambda params: params.repetition_penalty != 1,
+        lambda params, seq: (oracle.RepetitionPenaltyLogitsProcessor(params.repetition_penalty), seq.token_ids),
+    ),
+    stages.mask_repeated_ngrams: (
+        lambda params: params.no_repeat_ngram_size,
+        lambda params, seq: (oracle.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size), seq.token_ids),
+    ),
+}
+
+
 @pytest.mark.slow
-def test_allowed_token_ids_mask_what_transformers_suppresses():
-    def oracle_of(params, seq):
-        every_other = set(range(512)) - set(params.allowed_token_ids)
-        return oracle.SuppressTokensLogitsProcessor(every_other), []
-
-    compare(stages.keep_allowed, lambda params, seq: params.allowed_token_ids is not None, equal_to(oracle_of))
-
-
-@pytest.mark.slow
-def test_bad_words_mask_what_transformers_masks_given_the_output_alone():
-    def oracle_of(params, seq):
-        # Before 5.18 the oracle skips a word that is longer than the ids. Ids that match nothing before them prevent that.
-        no_match = [-1] * max(map(len, params.bad_words))
-        return oracle.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]), no_match + seq.output_token_ids
-
-    compare(stages.mask_bad_words, lambda params, seq: params.bad_words, equal_to(oracle_of))
-
-
-@pytest.mark.slow
-def test_min_tokens_masks_what_transformers_masks():
-    def oracle_of(params, seq):
-        ends = [*seq.eos_token_ids, *params.stop_token_ids]
-        return oracle.MinNewTokensLengthLogitsProcessor(len(seq.prompt_token_ids), params.min_tokens, ends), seq.token_ids
-
-    compare(stages.mask_min_tokens, lambda params, seq: params.min_tokens, equal_to(oracle_of))
-
-
-def test_logit_bias_adds_what_transformers_adds():
-    def oracle_of(params, seq):
-        return oracle.SequenceBiasLogitsProcessor({(i,): value for i, value in params.logit_bias.items()}), seq.token_ids
-
-    compare(stages.add_logit_bias, lambda params, seq: params.logit_bias, equal_to(oracle_of))
-
-
-def test_the_repetition_penalty_gives_transformers_logits():
-    def oracle_of(params, seq):
-        return oracle.RepetitionPenaltyLogitsProcessor(params.repetition_penalty), seq.token_ids
-
-    compare(stages.apply_repetition_penalty, lambda params, seq: params.repetition_penalty != 1, equal_to(oracle_of))
+@pytest.mark.parametrize("stage", ORACLES)
+def test_a_stage_of_single_tokens_changes_what_transformers_changes(stage):
+    is_on, oracle_of = ORACLES[stage]
+    compare(stage, lambda params, seq: is_on(params), equal_to(oracle_of))
 
 
 def penalized(penalty_of):
@@ -368,12 +337,9 @@ def penalized(penalty_of):
     return check
 
 
-def test_the_frequency_penalty_is_subtracted_once_per_occurrence_in_the_output():
+def test_penalties_are_subtracted_once_per_occurrence_or_once_per_id_in_the_output():
     check = penalized(lambda params, count: params.frequency_penalty * count)
     compare(stages.apply_frequency_penalty, lambda params, seq: params.frequency_penalty, check)
-
-
-def test_the_presence_penalty_is_subtracted_once_per_id_in_the_output():
     check = penalized(lambda params, count: params.presence_penalty)
     compare(stages.apply_presence_penalty, lambda params, seq: params.presence_penalty, check)
 
@@ -393,23 +359,6 @@ def test_the_comparison_notices_a_frequency_penalty_on_the_prompt():
         )
 
 
-def test_repeated_ngrams_are_those_that_transformers_bans():
-    def oracle_of(params, seq):
-        return oracle.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size), seq.token_ids
-
-    compare(stages.mask_repeated_ngrams, lambda params, seq: params.no_repeat_ngram_size, equal_to(oracle_of))
-
-
-def test_logits_processors_give_what_calling_them_one_after_the_other_gives():
-    def check(ours, params, seq, logits):
-        expected = logits[0]
-        for processor in params.logits_processors:
-            expected = processor(seq.prompt_token_ids, seq.output_token_ids, expected)
-        assert torch.equal(ours[0], expected)
-
-    compare(stages.apply_logits_processors, lambda params, seq: params.logits_processors, check)
-
-
 def test_temperature_gives_transformers_distribution():
     def check(ours, params, seq, logits):
         theirs = oracle.TemperatureLogitsWarper(params.temperature)(None, logits)
@@ -426,7 +375,7 @@ def test_top_k_keeps_what_transformers_keeps_ties_included():
 
     num_ties = []
     compare(keep_top_k, lambda params, seq: params.top_k and params.temperature > 0, check)
-    assert sum(num_ties) > 200  # the comparison saw ties
+    assert sum(num_ties) > 75  # the comparison saw ties
 
 
 def compare_min_p(stage):
@@ -475,53 +424,19 @@ def test_the_comparison_notices_a_threshold_that_is_not_scaled_by_the_largest_pr
         compare_min_p(lambda logits, batch: logits.masked_fill(logits.softmax(-1) < batch.min_p[:, None], -INF))
 
 
-def wrong_top_p(logits, batch, *, shifted):
-    """The two known traps: `cumsum > p` drops the token that crosses p. If shifted, it keeps one more at equality."""
+def wrong_top_p(logits, batch):
+    """The known trap: `cumsum > p` drops the token that crosses p."""
     falling, ids = logits.sort(descending=True, stable=True)
-    p = falling.softmax(-1)
-    dropped = p.cumsum(-1) - (p if shifted else 0) > batch.top_p[:, None]
-    dropped &= (batch.top_p < 1)[:, None]
+    dropped = (falling.softmax(-1).cumsum(-1) > batch.top_p[:, None]) & (batch.top_p < 1)[:, None]
     return logits.masked_fill(dropped.scatter(-1, ids, dropped), -INF)
 
 
 def test_the_comparison_notices_a_dropped_token_that_crosses_top_p():
     with pytest.raises(AssertionError):
-        compare_top_p(lambda logits, batch: wrong_top_p(logits, batch, shifted=False))
-
-
-def test_the_example_at_equality_notices_one_token_too_many():
-    assert kept(lambda logits, batch: wrong_top_p(logits, batch, shifted=True), [0.5, 0.25, 0.25], top_p=0.5) == [0, 1]
+        compare_top_p(wrong_top_p)
 
 
 # ---- where transformers differs, and where it might seem to
-
-
-def transformers_keeps(warper, probabilities):
-    return warper(None, torch.tensor([probabilities]).log())[0].isfinite().nonzero()[:, 0].tolist()
-
-
-def test_ties_with_the_kth_stay_as_in_transformers():
-    probabilities = [0.3, 0.2, 0.2, 0.2, 0.1]
-    assert kept(keep_top_k, probabilities, top_k=2) == [0, 1, 2, 3]
-    assert transformers_keeps(oracle.TopKLogitsWarper(2), probabilities) == [0, 1, 2, 3]
-
-
-def test_top_p_at_exact_equality_keeps_no_further_token_as_in_transformers():
-    assert kept(keep_top_p, [0.5, 0.25, 0.25], top_p=0.5) == [0]
-    assert transformers_keeps(oracle.TopPLogitsWarper(0.5), [0.5, 0.25, 0.25]) == [0]
-
-
-def test_equal_probabilities_enter_top_p_by_rising_id_where_transformers_keeps_the_last():
-    assert kept(keep_top_p, [0.25] * 4, top_p=0.5) == [0, 1]
-    assert transformers_keeps(oracle.TopPLogitsWarper(0.5), [0.25] * 4) == [2, 3]
-
-
-def test_top_p_comes_after_min_p_and_so_may_keep_less_than_in_transformers_order():
-    probabilities = [0.40, 0.25, 0.20, 0.05, 0.05, 0.05]
-    logits = torch.tensor([probabilities]).log()
-    theirs = oracle.MinPLogitsWarper(0.3)(None, oracle.TopPLogitsWarper(0.75)(None, logits))
-    assert kept(all_stages, probabilities, top_p=0.75, min_p=0.3) == [0, 1]
-    assert theirs[0].isfinite().nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
 def test_a_bad_word_begun_in_the_prompt_is_not_masked_where_transformers_masks_it():
@@ -546,7 +461,7 @@ tied_logits = st.lists(st.sampled_from([-INF, -3.0, -1.0, 0.0, 0.5, 0.5, 1.0, 2.
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(row=tied_logits, top_p=st.one_of(st.floats(5e-324, 1), st.sampled_from([1 / 3, 0.25, 0.5, 0.75, 2 / 3])))
 def test_top_p_keeps_the_smallest_set_in_order_of_weight_and_id(row, top_p):
     logits = torch.tensor([row])
@@ -561,14 +476,6 @@ def test_top_p_keeps_the_smallest_set_in_order_of_weight_and_id(row, top_p):
         assert torch.equal(survivors, logits[0])
 
 
-@settings(max_examples=200, deadline=None)
-@given(row=tied_logits, top_k=st.integers(1, 14))
-def test_top_k_keeps_everything_as_large_as_the_kth(row, top_k):
-    kth = sorted(row, reverse=True)[min(top_k, len(row)) - 1]
-    expected = [value if value >= kth else -INF for value in row]
-    assert keep_top_k(torch.tensor([row]), batch_of({"top_k": top_k}, vocab_size=len(row)))[0].tolist() == expected
-
-
 choices = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0, 1e-300, 0.3, 1.0, 7.0, 1e300]),
@@ -580,7 +487,7 @@ choices = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(row=tied_logits, params=choices)
 def test_a_masked_token_never_comes_back_and_the_largest_always_stays(row, params):
     logits, batch = torch.tensor([row]), batch_of(params, vocab_size=len(row))

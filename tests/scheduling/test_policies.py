@@ -7,9 +7,9 @@ import pytest
 from examples.least_frequently_hit import LeastFrequentlyHit
 from examples.shortest_job_first import ShortestJobFirst
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import EngineConfig, SchedulerConfig, class_named
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.errors import InvalidTypeError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PreemptingScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -70,74 +70,46 @@ class PreemptivePriority(PreemptingScheduler, PriorityScheduler):
         return worst if worst.priority > waiting[0].priority else None
 
 
-class ShortestRemainingFirst(PreemptingScheduler):
-    """SRPT: who has the fewest tokens left runs, also in the place of one that has more."""
-
-    def remaining(self, seq):
-        return seq.max_num_tokens - seq.num_tokens
-
-    def order_waiting(self, waiting):
-        return sorted(waiting, key=self.remaining)
-
-    def to_preempt(self, running, waiting):
-        longest = max(running, key=self.remaining)
-        return longest if self.remaining(longest) > self.remaining(waiting[0]) else None
-
-
-class MultiLevelFeedback(PreemptingScheduler):
-    """MLFQ: after 2, 4, 8 and more output tokens a sequence sinks to the next level. A higher level comes first."""
-
-    def level(self, seq):
-        return seq.num_output_tokens.bit_length()
-
-    def order_waiting(self, waiting):
-        return sorted(waiting, key=self.level)
-
-    def to_preempt(self, running, waiting):
-        lowest = max(running, key=self.level)
-        return lowest if self.level(lowest) > self.level(waiting[0]) else None
-
-
-PREEMPTIVE = [PreemptivePriority, ShortestRemainingFirst, MultiLevelFeedback, PreemptsAlways]
-
-
 class MostRecentlyUsed(BlockManager):
     def choose_evicted(self, candidates):
         return list(candidates)[-1]
 
 
-SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, SelfSacrificing, AtRandom, *PREEMPTIVE]
+SCHEDULERS = [PriorityScheduler, DeadlineScheduler, ShortestJobFirst, Contrary, SelfSacrificing, AtRandom]
+SCHEDULERS += [PreemptivePriority, PreemptsAlways]
 BLOCK_MANAGERS = [LeastFrequentlyHit, MostRecentlyUsed]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
 def test_a_scheduler_keeps_every_rule_under_random_loads(scheduler_cls):
-    machines.check_random_loads(scheduler_cls, max_examples=12)
+    machines.check_random_loads(scheduler_cls, max_examples=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
 def test_a_block_manager_keeps_every_token_and_loses_no_block(block_manager_cls):
-    check_block_manager(block_manager_cls, max_examples=12)
-    machines.check_random_loads(Contrary, block_manager_cls, max_examples=15)
+    check_block_manager(block_manager_cls, max_examples=8)
+    machines.check_random_loads(Contrary, block_manager_cls, max_examples=8)
 
 
 # ---- in the engine
 
 PROMPTS = ["Once upon a time", "Lily was", "Tom had a red ball. One day", "Once upon a time there", "The dog", "Lily was a"]
 PARAMS = [
-    SamplingParams(temperature=0.8, seed=i, max_tokens=20 + 7 * i, ignore_eos=True, n=1 + i % 2, timeout=1000.0 - i)
+    SamplingParams(temperature=0.8, seed=i, max_tokens=10 + 4 * i, ignore_eos=True, n=1 + i % 2, timeout=1000.0 - i)
     for i in range(len(PROMPTS))
 ]
 
 
+BYTES_PER_BLOCK = 9216  # of tiny-qwen3, for 4 tokens in float32
+
+
 def run(num_blocks=None, **classes):
     """The tokens of the prompts, and how often they were preempted. num_blocks: of 4 tokens. None: enough for all."""
-    settings = {"device": "cpu", "block_size": 4, "max_model_len": 90}
-    info = LLM(**settings, kv_cache_memory=2**26).info
-    memory = 2**26 if num_blocks is None else num_blocks * info.num_cache_bytes // info.num_blocks
-    llm = LLM(**settings, kv_cache_memory=memory, **classes)
+    memory = 2**24 if num_blocks is None else num_blocks * BYTES_PER_BLOCK
+    llm = LLM(device="cpu", block_size=4, max_model_len=90, dtype="float32", kv_cache_memory=memory, **classes)
+    assert llm.info.num_cache_bytes == llm.info.num_blocks * BYTES_PER_BLOCK
     accepts = llm.engine.scheduler.reads_priority
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False, priority=[2, 0, 1, 0, 2, 1] if accepts else None)
     assert llm.engine.block_manager.num_free_blocks == llm.engine.block_manager.num_blocks
@@ -152,7 +124,7 @@ def expected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler_cls", SCHEDULERS)
+@pytest.mark.parametrize("scheduler_cls", [PriorityScheduler, Contrary, SelfSacrificing, PreemptsAlways])
 def test_the_tokens_are_the_same_under_every_scheduler(scheduler_cls, expected):
     tokens, num_preemptions = run(num_blocks=30, scheduler_cls=scheduler_cls)
     assert tokens == expected
@@ -160,9 +132,8 @@ def test_the_tokens_are_the_same_under_every_scheduler(scheduler_cls, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_manager_cls", BLOCK_MANAGERS)
-def test_the_tokens_are_the_same_under_every_block_manager(block_manager_cls, expected):
-    assert run(num_blocks=30, block_manager_cls=block_manager_cls)[0] == expected
+def test_the_tokens_are_the_same_under_another_block_manager(expected):
+    assert run(num_blocks=30, block_manager_cls=MostRecentlyUsed)[0] == expected
 
 
 # ---- by hand
@@ -194,25 +165,6 @@ def test_with_the_policy_deadline_the_earliest_runs_first_and_none_is_last():
     times = (None, 3000.0, 1000.0, None, 2000.0)
     requests = [one.add_request([5], SamplingParams(max_tokens=2, detokenize=False, timeout=time)) for time in times]
     assert order_of(one, requests) == [2, 4, 1, 0, 3]
-
-
-@pytest.mark.parametrize("priority", [[1], [1, 2, 3], "ab", [1, "a"]])
-def test_priorities_are_one_integer_per_prompt(priority):
-    one = engine({"scheduling_policy": "priority"})
-    with pytest.raises(
-        NanoinferError, match=r"priority must be (one, or one per prompt: got|an integer or None, got '(ab|a)')"
-    ):
-        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority=priority)
-
-
-def test_a_priority_that_nobody_reads_is_refused_and_zero_is_not():
-    one = engine()
-    params = SamplingParams(detokenize=False)
-    assert one.inputs.prepare([5], params, priority=0).priority == 0
-    with pytest.raises(InvalidValueError, match=r"priority=1 has no effect with this scheduler; .*_policy='priority'"):
-        one.inputs.prepare([5], params, priority=1)
-    with pytest.raises(InvalidTypeError, match="priority must be an integer"):
-        one.inputs.prepare([5], params, priority=1.5)
 
 
 def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():
@@ -313,87 +265,20 @@ def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(mon
     assert one.block_manager.num_free_blocks == one.block_manager.num_blocks
 
 
-def test_a_request_that_ends_in_time_is_not_ended_again(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nanoinfer.engine.llm_engine.time.perf_counter", lambda: now[0])
-    one = engine()
-    request = one.add_request([5], SamplingParams(max_tokens=1, detokenize=False, timeout=5))
-    one.step()
-    now[0] = 9.0
-    one.step()
-    assert request.output.outputs[0].finish_reason == "length"
-
-
 # ---- the classes
 
 
-def test_a_class_is_given_by_itself_or_by_its_name():
-    for name in ("examples.shortest_job_first.ShortestJobFirst", "examples.shortest_job_first:ShortestJobFirst"):
-        assert class_named("scheduler_cls", name) is ShortestJobFirst
-    assert class_named("scheduler_cls", Scheduler) is Scheduler
-    assert class_named("scheduler_cls", None) is None
-
-
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "words"),
     [
-        (
-            {"scheduler_cls": "nowhere.Mine"},
-            InvalidValueError,
-            r"MyClass', got 'nowhere.Mine' \(No module.*PYTHONPATH",
-        ),
-        ({"scheduler_cls": "examples.shortest_job_first.Mine"}, InvalidValueError, "has no attribute 'Mine'"),
-        ({"scheduler_cls": "Mine"}, InvalidValueError, "must be a class or its name"),
-        ({"block_manager_cls": 5}, InvalidTypeError, "block_manager_cls must be a class or its name.*, got 5"),
-        (
-            {"block_manager_cls": Scheduler},
-            InvalidTypeError,
-            "must be a subclass of BlockManager",
-        ),
-        ({"scheduler_cls": dict}, InvalidTypeError, "must be a subclass of Scheduler"),
+        ({"block_manager_cls": Scheduler}, "must be a subclass of BlockManager"),
+        ({"scheduler_cls": dict}, "must be a subclass of Scheduler"),
         (
             {"scheduler_cls": type("Mine", (Scheduler,), {"to_preempt": lambda self, running, waiting: None})},
-            InvalidTypeError,
             "must be a subclass of PreemptingScheduler .*policies.py.*, because it has to_preempt, got .*Mine",
         ),
-        ({"scheduler_cls": Scheduler, "scheduling_policy": "priority"}, InvalidValueError, "leave one out"),
-        ({"scheduling_policy": "sjf"}, InvalidValueError, "must be 'fcfs', 'priority' or 'deadline', got 'sjf'"),
     ],
 )
-def test_a_wrong_class_is_refused_before_a_model_is_loaded(arguments, error, words):
-    with pytest.raises(error, match=words):
+def test_a_class_of_another_kind_is_refused_before_a_model_is_loaded(arguments, words):
+    with pytest.raises(InvalidTypeError, match=words):
         LLM("no such model", **arguments)
-
-
-@pytest.mark.parametrize("point", ["order_waiting", "may_start", "num_reserved_blocks", "choose_evicted"])
-def test_after_a_policy_that_raises_every_request_is_served(point):
-    """An error of a policy is the caller's to see. The engine requeues all requests, as after any failed step."""
-    failing = []
-
-    def raising(kind):
-        def method(self, *args):
-            if failing:
-                failing.clear()
-                raise LookupError("my own fault")
-            return getattr(kind, point)(self, *args)
-
-        return method
-
-    scheduler_cls, block_manager_cls = Scheduler, BlockManager
-    if point == "choose_evicted":
-        block_manager_cls = type("Mine", (BlockManager,), {point: raising(BlockManager)})
-    else:
-        scheduler_cls = type("Mine", (Scheduler,), {point: raising(Scheduler)})
-    config = EngineConfig(scheduler=SchedulerConfig(scheduler_cls=scheduler_cls, max_num_seqs=2), seed=0)
-    config = EngineConfig(scheduler=config.scheduler, cache=type(config.cache)(block_manager_cls=block_manager_cls), seed=0)
-    one = LLMEngine(FakeExecutor(num_blocks=8, block_size=2, max_model_len=16), config)
-    params = SamplingParams(max_tokens=6, detokenize=False)
-    for first in (5, 30, 60):  # fills the prefix cache
-        order_of(one, [one.add_request(list(range(first, first + 6)), params)])
-    requests = [one.add_request(list(range(first, first + 6)), params) for first in (100, 200, 300)]
-    failing.append(True)
-    with pytest.raises(LookupError, match="my own fault"):
-        order_of(one, requests)
-    order_of(one, requests)
-    assert [request.output.outputs[0].token_ids[0] for request in requests] == [106, 206, 306]
-    assert one.block_manager.num_free_blocks == 8

@@ -2,13 +2,10 @@
 
 import gc
 import weakref
-from pathlib import Path
-from typing import get_args
 
 import pytest
-from typing_extensions import Doc
 
-from nanoinfer.config import EngineArgs, SchedulerConfig
+from nanoinfer.config import SchedulerConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -70,23 +67,6 @@ def test_decodes_are_not_counted_against_the_prompt_budget():
     assert step(scheduler) == {f"d{i}": 1 for i in range(4)} | {"p": 4}
 
 
-def test_a_step_is_larger_than_max_num_batched_tokens_as_the_page_for_users_of_vllm_says():
-    scheduler = make(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=100, chunk_size=1024)
-    for i in range(31):
-        scheduler.add(sequence(f"d{i}", 1, first=10 * i))
-    step(scheduler)
-    scheduler.add(sequence("a", 130, 200, first=500))
-    scheduler.add(sequence("b", 71, 200, first=700))
-    assert sum(step(scheduler).values()) == 131  # a chunk of 100 beside 31 decodes
-    found = step(scheduler)
-    assert (found["a"], "b" in found) == (30, False)  # 70 of the budget are left, and b needs 71 in one piece
-    assert step(scheduler)["b"] == 71
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    assert "so 100 beside 31 of them gives steps of up to 131 tokens" in " ".join(page.split())
-    (declared,) = [one for one in get_args(EngineArgs.__annotations__["max_num_batched_tokens"]) if isinstance(one, Doc)]
-    assert "Unlike in vLLM, decoding sequences are not counted" in declared.documentation
-
-
 def test_when_blocks_run_out_the_youngest_waits_and_recomputes():
     scheduler = make(num_blocks=5, block_size=2)
     scheduler.observer = Told()
@@ -120,15 +100,6 @@ def test_no_block_is_kept_free_for_a_sequence_that_cannot_grow_into_it():
         assert step(scheduler) == ({"a": 4, "b": 4} if both_run else {"a": 4})
 
 
-def test_a_plan_names_rows_only_for_sequences_whose_last_token_it_computes():
-    scheduler = make()
-    scheduler.add(sequence("a", 3))
-    scheduler.add(sequence("b", 6, first=50))
-    plan = scheduler.schedule()
-    assert [(seq.request_id, index) for seq, index in plan.rows] == [("a", 2)]
-    assert (plan.num_prefill_tokens, plan.num_decode_tokens) == (7, 0)
-
-
 def test_finishing_twice_or_before_running_frees_everything_once():
     scheduler = make()
     waiting, running = sequence("w", 4), sequence("r", 4, first=50)
@@ -157,14 +128,9 @@ def test_nothing_refers_to_a_finished_sequence_so_its_memory_needs_no_garbage_co
         gc.enable()
 
 
-def test_a_sequence_that_can_never_fit_is_the_callers_mistake():
-    with pytest.raises(AssertionError):
-        make(num_blocks=2).add(sequence("a", 3, max_num_tokens=5))
-
-
 @pytest.mark.slow
 def test_random_loads_keep_the_rules():
-    check_random_loads()
+    check_random_loads(max_examples=50)
 
 
 def test_forks_without_a_place_wait_in_the_order_of_their_prompts():

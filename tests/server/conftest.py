@@ -8,10 +8,26 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
 from nanoinfer import LLM, AsyncLLM  # noqa: E402
 from tests.helpers import http_server  # noqa: E402
 
+MAX_BODY_BYTES = 20_000  # of the guarded server
+
 
 @pytest.fixture(scope="session")
 def server():
     with http_server.serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def guarded():
+    """A server with two keys, behind a proxy, which reads small bodies."""
+    settings = {"api_key": ("first key", "second"), "cors_origin": ("https://page.example",), "root_path": "/llm"}
+    with http_server.serving(max_body_bytes=MAX_BODY_BYTES, **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def ignoring():
+    with http_server.serving(ignore_unknown_fields=True) as running:
         yield running
 
 

@@ -18,15 +18,7 @@ from nanoinfer.errors import EngineDeadError, InvalidValueError
 from nanoinfer.loading.checkpoint import file_digests
 from nanoinfer.server.app import create_app
 from nanoinfer.server.async_llm import AsyncLLM
-from nanoinfer.server.batch import (
-    BatchRequest,
-    Manifest,
-    ResultFile,
-    answer_all,
-    check_requests,
-    manifest_path,
-    request_seed,
-)
+from nanoinfer.server.batch import BatchRequest, Manifest, ResultFile, answer_all, check_requests, manifest_path, request_seed
 from nanoinfer.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
@@ -91,64 +83,55 @@ def results(path):
     return {result["custom_id"]: result for result in map(json.loads, path.read_bytes().splitlines())}
 
 
+@pytest.fixture
+def files(tmp_path):
+    """The input of three requests, and the path of the output."""
+    return write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+
+
 def test_an_interrupted_job_has_the_bytes_of_an_undisturbed_one(tmp_path):
-    path = write_requests(tmp_path / "in.jsonl", some_requests(40))
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    path = write_requests(tmp_path / "in.jsonl", some_requests(20))
+    whole, output, partial = (tmp_path / name for name in ("whole.jsonl", "out.jsonl", "out.jsonl.partial"))
     assert run(path, whole).is_complete
-    partial = tmp_path / "out.jsonl.partial"
-    for stop_after in (0, 1, 13):
+    for stop_after in (1, 7):
         run(path, output, stop_after=stop_after, num_concurrent=5)
         assert not output.exists()
         with partial.open("ab") as file:
-            file.write(b'{"custom_id": "row 39", "respo')  # what a power failure leaves
-    assert run(path, output).num_finished == 40
+            file.write(b'{"custom_id": "row 19", "respo')  # what a power failure leaves
+    assert run(path, output).num_finished == 20
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
     assert not partial.exists()
     assert run(path, output).is_complete  # nothing is left to do
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
 
 
-def test_a_request_has_the_tokens_of_its_seed(llm, tmp_path):
-    messages = [{"role": "user", "content": "Once"}]
-    requests = [
-        request("a", prompt="Once upon", max_tokens=9, return_token_ids=True),
-        request("b", prompt="Once upon", max_tokens=9, return_token_ids=True, seed=5),
-        request("c", messages=messages, max_tokens=9, return_token_ids=True),
-    ]
+def test_a_request_without_a_seed_has_the_tokens_of_one_made_of_its_id(llm, tmp_path):
+    messages, more = [{"role": "user", "content": "Once"}], {"max_tokens": 9, "return_token_ids": True}
+    requests = [request("a", prompt="Once upon", **more), request("b", messages=messages, **more)]
     path, output = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     run(path, output)
-    found = {key: result["response"]["body"]["choices"][0]["token_ids"] for key, result in results(output).items()}
-
-    def tokens(prompt, seed):
-        params = replace(llm.get_default_sampling_params(), max_tokens=9, seed=seed)
-        [generated] = llm.generate(prompt, params, use_tqdm=False)
-        return generated.outputs[0].token_ids
-
-    assert found["a"] == tokens("Once upon", request_seed(SEED, "a")) != tokens("Once upon", request_seed(SEED, "b"))
-    assert found["b"] == tokens("Once upon", 5)
-    assert found["c"] == tokens(llm.render_chat(messages), request_seed(SEED, "c"))
-    ChatCompletion.model_validate(results(output)["c"]["response"]["body"], strict=True)
+    found = {key: result["response"]["body"] for key, result in results(output).items()}
+    for custom_id, prompt in (("a", "Once upon"), ("b", llm.render_chat(messages))):
+        params = replace(llm.get_default_sampling_params(), max_tokens=9, seed=request_seed(SEED, custom_id))
+        assert (
+            found[custom_id]["choices"][0]["token_ids"] == llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        )
+    assert request_seed(SEED, "a") != request_seed(SEED, "b")
+    ChatCompletion.model_validate(found["b"], strict=True)
 
 
 def test_errors_are_results_and_can_be_tried_again(tmp_path):
-    requests = [
-        request("good", prompt="Once", max_tokens=2),
-        request("stream", prompt="Once", stream=True),
-        request("bad", prompt="Once", temperature=-1),
-        request("model", prompt="Once", model="gpt-4o"),
-    ]
+    more = {"stream": {"stream": True}, "bad": {"temperature": -1}, "model": {"model": "gpt-4o"}}
+    requests = [request("good", prompt="Once", max_tokens=2)]
+    requests += [request(name, prompt="Once", **fields) for name, fields in more.items()]
     path, output = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     assert run(path, output).num_errors == 3
     before = results(output)
     assert before["good"]["error"] is None
-    errors = {key: (result["response"]["status_code"], result["error"]) for key, result in before.items() if result["error"]}
-    assert errors == {
+    assert {key: (result["response"]["status_code"], result["error"]) for key, result in before.items() if result["error"]} == {
         "stream": (400, {"code": "400", "message": "stream is not supported in a batch; leave it out"}),
         "bad": (400, {"code": "400", "message": "temperature must be finite and >= 0, got -1.0; 0 is greedy"}),
-        "model": (
-            404,
-            {"code": "model_not_found", "message": "the model 'gpt-4o' is not served; this server has tiny"},
-        ),
+        "model": (404, {"code": "model_not_found", "message": "the model 'gpt-4o' is not served; this server has tiny"}),
     }
     result_file = ResultFile(output, manifest_of(path), retry_errors=True)
     assert (result_file.num_finished, result_file.num_errors, result_file.is_complete) == (1, 0, False)
@@ -169,73 +152,62 @@ def test_rows_that_a_dead_engine_has_not_answered_are_unfinished():
     assert written == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
+def test_an_input_is_checked_before_anything_is_computed_and_ten_problems_are_listed(tmp_path):
+    path, line = tmp_path / "in.jsonl", {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+    for lines, message in (
         ("", "has no requests; write one JSON object per line"),
         ("\n\n", "has no requests"),
         ("{\n", "line 1 is not JSON"),
         ("[1]\n", "line 1: "),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/completions"}\n', "line 1: body: Field required"),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}\n', "got '/v1/embeddings'"),
-        ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}\n', "line 1: method: "),
-        ('{"custom_id": 1, "method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: "),
-        (
-            '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n' * 2,
-            "line 2 has the custom_id of line 1, 'a'",
-        ),
-    ],
-)
-def test_an_input_is_checked_before_anything_is_computed(lines, message, tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text(lines)
-    with pytest.raises(InvalidValueError, match=message):
-        check_requests(path)
-
-
-def test_only_ten_problems_are_listed(tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text("{\n" * 1000)
-    with pytest.raises(InvalidValueError) as caught:
-        check_requests(path)
+        ({name: line[name] for name in line if name != "body"}, "line 1: body: Field required"),
+        (line | {"url": "/v1/embeddings"}, "got '/v1/embeddings'"),
+        (line | {"method": "GET"}, "line 1: method: "),
+        (line | {"custom_id": 1}, "line 1: custom_id: "),
+        (json.dumps(line) + "\n" + json.dumps(line) + "\n", "line 2 has the custom_id of line 1, 'a'"),
+        ("{\n" * 1000, "line 10 is not JSON"),
+    ):
+        path.write_text(lines if isinstance(lines, str) else json.dumps(lines) + "\n")
+        with pytest.raises(InvalidValueError, match=message) as caught:
+            check_requests(path)
     assert len(str(caught.value).splitlines()) == 11
 
 
-@pytest.mark.parametrize("change", [{"seed": 8}, {"model": {"config.json": "other"}}, {"options": {"dtype": "bfloat16"}}])
-def test_the_results_of_another_job_are_refused_and_not_touched(change, tmp_path):
-    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+def test_the_results_of_another_job_are_refused_and_not_touched(files, tmp_path):
+    path, output = files
     ResultFile(output, manifest_of(path)).close()
-    files = sorted(tmp_path.iterdir())
-    with pytest.raises(InvalidValueError, match=f"belongs to a job with another {next(iter(change))}; choose another output"):
-        ResultFile(output, manifest_of(path, **change))
+    before = sorted(tmp_path.iterdir())
+    for change in ({"seed": 8}, {"model": {"config.json": "other"}}, {"options": {"dtype": "bfloat16"}}):
+        with pytest.raises(
+            InvalidValueError, match=f"belongs to a job with another {next(iter(change))}; choose another output"
+        ):
+            ResultFile(output, manifest_of(path, **change))
     write_requests(path, some_requests(4))
     with pytest.raises(InvalidValueError, match="with another input_digest and num_requests"):
         ResultFile(output, manifest_of(path))
-    assert sorted(tmp_path.iterdir()) == files
+    assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_file_that_is_no_output_of_a_job_is_never_overwritten(tmp_path):
-    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+def test_a_file_that_is_no_output_of_a_job_is_never_overwritten(files):
+    path, output = files
     output.write_text("precious")
-    with pytest.raises(InvalidValueError, match="exists and has no manifest of a batch job"):
-        ResultFile(output, manifest_of(path))
-    manifest_path(output).write_text("{")
-    with pytest.raises(InvalidValueError, match="exists and has no manifest of a batch job"):
-        ResultFile(output, manifest_of(path))
+    for _ in range(2):  # without a manifest, and with one that cannot be read
+        with pytest.raises(InvalidValueError, match="exists and has no manifest of a batch job"):
+            ResultFile(output, manifest_of(path))
+        manifest_path(output).write_text("{")
     assert output.read_text() == "precious"
 
 
-def test_a_corrupted_line_is_named(tmp_path):
-    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+def test_a_corrupted_line_is_named(files):
+    path, output = files
     run(path, output)
     output.write_bytes(b"{}\n" + output.read_bytes())
     with pytest.raises(InvalidValueError, match=r"out.jsonl is corrupted in line 1; remove that line"):
         ResultFile(output, manifest_of(path))
 
 
-def test_a_second_process_is_refused(tmp_path):
+def test_a_second_process_is_refused(files):
     pytest.importorskip("fcntl", reason="locks of this kind are POSIX's")
-    path, output = write_requests(tmp_path / "in.jsonl", some_requests(3)), tmp_path / "out.jsonl"
+    path, output = files
     first = ResultFile(output, manifest_of(path))
     with pytest.raises(InvalidValueError, match="another process is writing"):
         ResultFile(output, manifest_of(path))
@@ -243,30 +215,22 @@ def test_a_second_process_is_refused(tmp_path):
     ResultFile(output, manifest_of(path)).close()
 
 
-def test_the_command_draws_a_seed_once_and_goes_on_with_it(tmp_path):
-    path, output = write_requests(tmp_path / "in.jsonl", some_requests(4)), tmp_path / "out.jsonl"
+def test_the_command_draws_a_seed_once_and_goes_on_with_it(files, tmp_path):
+    path, output = files
 
-    def invoke(*options):
+    def invoke(*options, output=output):
         done = CliRunner().invoke(commands, ["batch", str(path), "-o", str(output), *options])
         return done.exit_code, done.output
 
     code, text = invoke()
-    assert code == 0, text
-    assert text.endswith(f"{output}: 4 requests, 0 of them errors\n")
+    assert (code, text.endswith(f"{output}: 3 requests, 0 of them errors\n")) == (0, True), text
     before = output.read_bytes()
-    code, text = invoke()
-    assert (code, text) == (0, f"4 of 4 requests were finished before\n{output}: 4 requests, 0 of them errors\n")
+    assert invoke() == (0, f"3 of 3 requests were finished before\n{output}: 3 requests, 0 of them errors\n")
     assert output.read_bytes() == before
     code, text = invoke("--seed", "1")
-    assert code == 1
-    assert "belongs to a job with another seed" in text.replace("\n", " ")
-
-
-def test_a_folder_that_does_not_exist_is_refused_before_anything_is_loaded(tmp_path):
-    path = write_requests(tmp_path / "in.jsonl", some_requests(1))
-    done = CliRunner().invoke(commands, ["batch", str(path), "-o", str(tmp_path / "nowhere" / "out.jsonl")])
-    assert done.exit_code == 1
-    assert "there is no such folder; give another path" in done.output
+    assert (code, "belongs to a job with another seed" in text.replace("\n", " ")) == (1, True)
+    code, text = invoke(output=tmp_path / "nowhere" / "out.jsonl")  # before anything is loaded
+    assert (code, "there is no such folder; give another path" in text) == (1, True)
 
 
 def test_the_manifest_has_the_files_of_a_folder_or_a_gguf_file(tmp_path):

@@ -1,17 +1,17 @@
-"""Tools and reasoning over HTTP: OpenAI's client accumulates the calls of a stream."""
+"""Tools over /v1/chat/completions: OpenAI's client, what is rendered, which format is parsed. test_doors.py has the calls."""
 
 from typing import Literal
 
 import openai
 import pydantic
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from nanoinfer.features.chat.harmony import HarmonyParser
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server
-from tests.helpers.tool_cases import NAMED, QUESTION, TOOLS, check_call
+from tests.helpers.doors import post
+from tests.helpers.tool_cases import QUESTION, TOOLS
 
 pytestmark = pytest.mark.slow
 
@@ -30,36 +30,6 @@ def tool_client(tool_server):
         yield client
 
 
-def final_message(client, **options):
-    """What OpenAI's client makes of a stream, and the chunks."""
-    state = ChatCompletionStreamState()
-    chunks = list(client.chat.completions.create(stream=True, **options))
-    for chunk in chunks:
-        state.handle_chunk(chunk)
-    return state.get_final_completion().choices[0], chunks
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("thinks", [True, False])
-def test_a_required_call_is_the_same_streamed_and_whole(tool_client, options, choice, thinks):
-    options = options | {"tool_choice": choice} | ({} if thinks else {"extra_body": OFF})
-    whole = tool_client.chat.completions.create(**options).choices[0]
-    streamed, chunks = final_message(tool_client, **options)
-    # As at OpenAI, where a named tool was not the model's own decision.
-    assert whole.finish_reason == streamed.finish_reason == ("tool_calls" if choice == "required" else "stop")
-    assert whole.message.content is None
-    assert not streamed.message.content
-    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
-    assert calls == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
-    assert len({call.id for call in streamed.message.tool_calls}) == len(calls)
-    for name, arguments in calls:
-        check_call(name, arguments)
-    parts = [part for chunk in chunks for choice in chunk.choices for part in choice.delta.tool_calls or []]
-    # Arguments come in fragments, if there are any: the weights are random.
-    assert len(parts) > len(calls) or all(arguments == "{}" for _, arguments in calls)
-    assert {part.type for part in parts if part.id} == {"function"}
-
-
 def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_client, options):
     class Weather(pydantic.BaseModel):
         city: Literal["Oslo", "Rome"]
@@ -73,19 +43,22 @@ def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_client, op
     assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
 
 
-def test_a_cut_call_has_the_reason_length(tool_client, options):
-    options = options | {"tool_choice": "required", "max_tokens": 40, "extra_body": OFF}
-    assert tool_client.chat.completions.create(**options).choices[0].finish_reason == "length"
-    with pytest.raises(openai.LengthFinishReasonError):
-        final_message(tool_client, **options)
-
-
-def test_reasoning_has_two_names(tool_server, options):
+def test_reasoning_has_two_names(tool_server):
     think = tool_server.async_llm.llm.get_tokenizer().convert_tokens_to_ids("<think>")
-    body = options | {"tool_choice": "none", "max_tokens": 5, "logit_bias": {str(think): 100}}
-    message = tool_server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-    assert message["content"] == ""
+    body = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "none", "max_tokens": 5, "logit_bias": {str(think): 100}}
+    message = post(tool_server, "/v1/chat/completions", body)["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "<think>" * 4
+
+
+def test_what_the_schema_of_a_tool_or_the_template_refuses_gets_400(tool_server):
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]
+    for fields, message in (
+        ({"tool_choice": "required", "tools": wrong}, "tools: grammar cannot be used: type must be"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "the chat template refused the messages"),
+    ):
+        reply = tool_server.post("/v1/chat/completions", {"messages": QUESTION} | fields)
+        assert (reply.status_code, message in reply.json()["error"]["message"]) == (400, True), reply.text
 
 
 def test_a_conversation_with_calls_is_rendered(tool_client, tool_server, options):
@@ -99,32 +72,6 @@ def test_a_conversation_with_calls_is_rendered(tool_client, tool_server, options
     rendered = tool_server.async_llm.llm.render_chat(messages, tools=TOOLS)
     assert '"arguments": {"city": "Rome", "days": 2}}' in rendered["prompt"]
     assert usage.prompt_tokens == len(rendered["prompt_token_ids"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": None, "tool_choice": "required"}, "tool_choice 'required' needs tools"),
-        ({"tools": [], "tool_choice": NAMED}, "the tools are none"),
-        ({"tool_choice": "any"}, "tool_choice must be 'auto'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] must be a function"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice must be 'auto'"),
-        (
-            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]},
-            "",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "the chat template refused the messages"),
-    ],
-)
-def test_what_cannot_be_honoured_gets_400(tool_server, options, fields, message):
-    reply = tool_server.post("/v1/chat/completions", options | fields)
-    assert reply.status_code == 400
-    assert message in reply.json()["error"]["message"]
-
-
-def test_tools_of_a_model_without_them_get_400(client):
-    with pytest.raises(openai.BadRequestError, match="no known format of calls"):
-        client.chat.completions.create(model="tiny-qwen3", messages=QUESTION, tools=TOOLS)
 
 
 @pytest.mark.parametrize(

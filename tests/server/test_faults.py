@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import resource
 import socket
 import struct
 import time
@@ -51,14 +50,13 @@ def all_at_once(server, bodies, limit=1000, on_refusal=lambda: None):
 
         limits = httpx2.Limits(max_connections=limit)
         patience = httpx2.Timeout(60, pool=None)  # the last requests wait for all others
-        async with httpx2.AsyncClient(base_url=server.url, timeout=patience, limits=limits) as client:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=patience, limits=limits, verify=False) as client:
             return await asyncio.gather(*map(post, bodies))
 
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("end", [leave, reset])
+@pytest.mark.parametrize(("stream", "end"), [(False, leave), (True, leave), (True, reset)])
 def test_a_client_that_leaves_frees_its_blocks(small, stream, end):
     with limited_steps(small.async_llm.engine, 5):  # so that no answer can end by itself
         connections = [small.open_stream(LONG | {"stream": stream}) for _ in range(5)]  # two run, three wait
@@ -71,11 +69,11 @@ def test_a_client_that_leaves_frees_its_blocks(small, stream, end):
     assert manager.num_free_blocks == manager.num_blocks
 
 
-@pytest.mark.parametrize("body", [{"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}, {"prompt": ["x", "y"], "n": 5}])
-def test_more_answers_than_ever_fit_are_a_bad_request(small, body):
-    refused = small.post(COMPLETIONS, body)
-    assert refused.status_code == 400
-    assert "answers are requested, and at most 8 may run or wait" in refused.json()["error"]["message"]
+def test_more_answers_than_ever_fit_are_a_bad_request(small):
+    for body in ({"prompt": ["x"] * 9}, {"prompt": ["x", "y"], "n": 5}):
+        refused = small.post(COMPLETIONS, body)
+        assert refused.status_code == 400
+        assert "answers are requested, and at most 8 may run or wait" in refused.json()["error"]["message"]
 
 
 def reset_at_random_points(server, num, seed=0):
@@ -95,15 +93,7 @@ def reset_at_random_points(server, num, seed=0):
 
 @pytest.mark.slow
 def test_connections_that_are_reset_leave_nothing(server):
-    reset_at_random_points(server, 100)
-
-
-@pytest.mark.long
-def test_ten_thousand_connections_that_are_reset_leave_nothing(server):
-    reset_at_random_points(server, 500)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KB on Linux
-    reset_at_random_points(server, 10_000, seed=1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+    reset_at_random_points(server, 60)
 
 
 def test_a_response_that_is_never_started_closes_its_streams(server):
@@ -150,7 +140,7 @@ def test_slow_readers_delay_nobody_and_cost_little(server):
 
 @pytest.mark.slow
 def test_overload_is_429_and_every_other_answer_is_right(small, llm):
-    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 10, "seed": i, "stream": i % 3 == 0} for i in range(80)]
+    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 10, "seed": i, "stream": i % 3 == 0} for i in range(120)]
     with limited_steps(small.async_llm.engine, 0) as steps:  # nothing ends before one was refused
         responses = all_at_once(small, bodies, on_refusal=lambda: steps.allow(10_000))
     assert {response.status_code for response in responses} == {200, 429}
@@ -166,29 +156,18 @@ def test_overload_is_429_and_every_other_answer_is_right(small, llm):
 
 
 @pytest.mark.slow
-def test_five_hundred_requests_at_four_times_capacity_all_get_an_answer(small):
-    bodies = [{"prompt": PROMPTS[i % 4], "max_tokens": 5, "seed": i, "stream": i % 2 == 0} for i in range(500)]
-    responses = all_at_once(small, bodies, limit=32)
-    assert {response.status_code for response in responses} <= {200, 429, 503}
-    small.wait_until_idle()
-
-
-@pytest.mark.slow
 def test_the_tokens_of_a_seed_are_those_of_generate_under_a_mixed_load(server, llm):
     rng = random.Random(5)
     requests = [
         {"prompt": rng.choice(PROMPTS) * rng.randint(1, 9), "max_tokens": rng.randint(1, 40), "seed": rng.randrange(2**40)}
         | rng.choice([{}, {"temperature": 0}, {"top_k": 7}, {"top_p": 0.8, "n": 2}, {"repetition_penalty": 1.3}])
-        for _ in range(48)
+        for _ in range(24)
     ]
-    expected = llm.generate(
-        [one["prompt"] for one in requests],
-        [
-            SamplingParams(**{"temperature": 0.7} | {name: value for name, value in one.items() if name != "prompt"})
-            for one in requests
-        ],
-        use_tqdm=False,
-    )
+    params = [
+        SamplingParams(**{"temperature": 0.7} | {name: value for name, value in one.items() if name != "prompt"})
+        for one in requests
+    ]
+    expected = llm.generate([one["prompt"] for one in requests], params, use_tqdm=False)
     gone = [server.open_stream(LONG | {"stream": i % 2 == 0, "n": 2}) for i in range(8)]
     responses = all_at_once(server, [one | {"return_token_ids": True} for one in requests])
     for connection in gone:
@@ -207,36 +186,23 @@ class FailingStage:
         return logits
 
 
-def serving_failing():
-    return http_server.serving(lambda: AsyncLLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0))
-
-
 @pytest.mark.slow
-def test_a_stage_that_raises_ends_its_request_alone():
-    with serving_failing() as server:
+def test_a_stage_that_raises_ends_its_request_alone_and_a_dead_engine_answers_503():
+    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", stages=[*STAGES, FailingStage()], seed=0)) as server:
         whole = server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
-        assert whole.status_code == 500
-        assert whole.json()["error"]["message"] == "OSError: cannot read <path>"
+        assert (whole.status_code, whole.json()["error"]["message"]) == (500, "OSError: cannot read <path>")
         assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
-        stream = server.post("/v1/chat/completions", {
-            "messages": [{"role": "user", "content": "x"}], "temperature": 0.123, "stream": True
-        })  # fmt: skip
-        events = stream.text.split("\n\n")
+        body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.123, "stream": True}
+        events = server.post("/v1/chat/completions", body).text.split("\n\n")
         assert events[-3:-1] == [
             'data: {"error":{"message":"OSError: cannot read <path>","type":"server_error","param":null,"code":null}}',
             "data: [DONE]",
         ]
         assert server.get("/health").status_code == 200
-
-
-@pytest.mark.slow
-def test_a_dead_engine_answers_503():
-    with serving_failing() as server:
         for _ in range(3):
             server.post(COMPLETIONS, {"prompt": "x", "temperature": 0.123})
         for response in (server.get("/health"), server.post(COMPLETIONS, {"prompt": "x"})):
-            assert response.status_code == 503
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
             assert "cannot read <path>" in response.json()["error"]["message"]
-            assert response.json()["error"]["code"] == "engine_unavailable"
             assert int(response.headers["Retry-After"]) <= 120
         assert server.get("/metrics").status_code == 200

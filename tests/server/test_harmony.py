@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from transformers import AutoTokenizer
 
 from nanoinfer import AsyncLLM
@@ -12,6 +11,7 @@ from nanoinfer.features.own_code.logits_processors import LogitsProcessor, proce
 from nanoinfer.server.choices import ChatFormat
 from nanoinfer.server.protocol import ChatCompletionRequest
 from tests.helpers import http_server, tiny_models
+from tests.helpers.doors import CHATS, ask
 from tests.helpers.tool_cases import BUNDLED, NAMED, QUESTION, TOOLS, WEATHER, check_call
 
 pytestmark = pytest.mark.slow
@@ -88,53 +88,29 @@ def client(harmony_server):
         yield client
 
 
-def test_channels_are_reasoning_and_content_whole_and_streamed(client, say):
-    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
-    whole = client.chat.completions.create(**CHAT).choices[0]
-    assert (whole.message.reasoning, whole.message.content, whole.finish_reason) == ("A warm day.", "It is warm.", "stop")
-    chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**CHAT, stream=True)]
-    assert "".join(chunk.content or "" for chunk in chunks) == "It is warm."
-    assert "".join(getattr(chunk, "reasoning", "") for chunk in chunks) == "A warm day."
+def test_channels_are_reasoning_text_and_calls_of_every_api_whole_and_streamed(harmony_server, say):
+    for door in CHATS:
+        say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
+        reply = ask(harmony_server, door, "How warm is Oslo?", max_tokens=100)
+        assert (reply.reasoning, reply.texts, reply.reasons) == ("A warm day.", ["It is warm."], ["stop"]), door
+        say(THOUGHT + CALL)
+        reply = ask(harmony_server, door, "How warm is Oslo?", max_tokens=100, functions=[tool["function"] for tool in TOOLS])
+        [(name, arguments)] = reply.calls
+        assert (name, json.loads(arguments)) == ("weather", {"city": "Oslo", "days": 1}), door
+        assert (reply.reasoning, reply.texts, reply.reasons) == ("A warm day.", [""], ["tool_calls"]), door
 
 
-def test_a_call_goes_there_and_back(client, harmony_server, say):
+def test_a_call_and_its_result_are_rendered(client, harmony_server, say):
     say(THOUGHT + CALL)
     whole = client.chat.completions.create(**CHAT, tools=TOOLS).choices[0]
-    [call] = whole.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo", "days": 1})
-    assert (whole.finish_reason, whole.message.content, whole.message.reasoning) == ("tool_calls", None, "A warm day.")
-    state = ChatCompletionStreamState()
-    for chunk in client.chat.completions.create(**CHAT, tools=TOOLS, stream=True):
-        state.handle_chunk(chunk)
-    [streamed] = state.get_final_completion().choices[0].message.tool_calls
-    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
-
     say("<|channel|>final<|message|>Warm.<|return|>")
-    result = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+    result = {"role": "tool", "tool_call_id": whole.message.tool_calls[0].id, "content": "20 degrees"}
     again = CHAT | {"messages": [*QUESTION, whole.message.model_dump(), result], "tools": TOOLS}
     answer = client.chat.completions.create(**again, extra_body={"return_token_ids": True})
     prompt = harmony_server.post("/detokenize", {"tokens": answer.prompt_token_ids}).json()["prompt"]
     assert "<|start|>assistant<|channel|>analysis<|message|>A warm day.<|end|>" in prompt
     assert '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"' in prompt
     assert answer.choices[0].message.content == "Warm."
-
-
-def test_messages_and_responses_have_the_blocks(client, harmony_server, say):
-    say(THOUGHT + CALL)
-    tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
-    response = client.responses.create(model="tiny-qwen3", input="How warm is Oslo?", tools=[tool])
-    reasoning, call = response.output
-    assert (reasoning.type, call.type, call.name, json.loads(call.arguments)["days"]) == (
-        "reasoning",
-        "function_call",
-        "weather",
-        1,
-    )
-    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
-    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
-    found = harmony_server.post("/v1/messages", CHAT | {"max_tokens": 100}).json()
-    assert [block["type"] for block in found["content"]] == ["thinking", "text"]
-    assert found["content"][1]["text"] == "It is warm."
 
 
 def test_a_format_is_that_of_the_final_message(client, harmony_server, say):
@@ -153,20 +129,19 @@ def test_a_mark_in_the_text_of_a_format_is_text():
     assert parser.push(text, is_last=True).message()["content"] == text
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("answer_format", [{}, {"response_format": {"type": "json_object"}}])
-def test_a_required_call_is_all_that_noise_may_write(client, say, choice, answer_format):
+@pytest.mark.parametrize(("choice", "more"), [("required", {}), (NAMED, {"response_format": {"type": "json_object"}})])
+def test_a_required_call_is_all_that_noise_may_write(client, say, choice, more):
     """A structured output is left out, because a call is no content."""
     say("<|channel|>commentary")  # not reasoning of noise, which has no end
-    for seed in range(5):
-        [answer] = client.chat.completions.create(**CHAT | answer_format, tools=TOOLS, tool_choice=choice, seed=seed).choices
+    for seed in range(3):
+        [answer] = client.chat.completions.create(**CHAT | more, tools=TOOLS, tool_choice=choice, seed=seed).choices
         assert answer.message.content is None
         [call] = answer.message.tool_calls
         assert call.function.name in (["weather"] if choice is NAMED else ["weather", "night"])
         check_call(call.function.name, call.function.arguments)
 
 
-def test_a_call_that_is_required_may_follow_reasoning_and_nothing_else(client, say):
+def test_a_call_that_is_required_may_follow_reasoning_and_nothing_else(client, harmony_server, say):
     for begin in (THOUGHT, ""):
         say(begin + CALL)
         [answer] = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required").choices
@@ -175,26 +150,6 @@ def test_a_call_that_is_required_may_follow_reasoning_and_nothing_else(client, s
     say("<|channel|>final<|message|>It is warm.<|return|>")
     [answer] = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required", max_tokens=40).choices
     assert "It is warm." not in (answer.message.content or "")
-
-
-def test_a_strict_call_obeys_its_schema_and_text_is_free(client, say):
-    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
-    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
-    [answer] = client.chat.completions.create(**CHAT, tools=strict).choices
-    assert (answer.message.reasoning, answer.message.content) == ("A warm day.", "It is warm.")
-    wrong = CALL.replace('"days": 1', '"days": "one"')
-    for script, is_obeyed in ((CALL, True), (wrong, False)):
-        say(script)
-        [answer] = client.chat.completions.create(**CHAT, tools=strict, max_tokens=60).choices
-        arguments = answer.message.tool_calls[0].function.arguments
-        assert arguments.startswith('{"city": "Oslo", "days": ')
-        assert ('"one"' not in arguments) or not is_obeyed
-        assert '"one"' not in arguments
-
-
-def test_a_prompt_that_does_not_end_where_an_answer_begins_is_refused(harmony_server):
-    refused = harmony_server.post(
-        "/v1/chat/completions", CHAT | {"tools": TOOLS, "tool_choice": "required", "add_generation_prompt": False}
-    )
-    assert refused.status_code == 400
-    assert "add_generation_prompt=True" in refused.json()["error"]["message"]
+    body = CHAT | {"tools": TOOLS, "tool_choice": "required", "add_generation_prompt": False}
+    refused = harmony_server.post("/v1/chat/completions", body)
+    assert (refused.status_code, "add_generation_prompt=True" in refused.json()["error"]["message"]) == (400, True)

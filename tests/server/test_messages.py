@@ -1,6 +1,7 @@
 """/v1/messages: Anthropic's shapes over HTTP, and its own client where it is installed (pip install anthropic)."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,15 +9,15 @@ import pytest
 from nanoinfer.server.blocks import Block
 from nanoinfer.server.errors import json_response
 from nanoinfer.server.messages import _json_of
-from tests.helpers import http_server
-from tests.helpers.tool_cases import TOOLS, WEATHER, check_call
+from tests.helpers import doors
+from tests.helpers.doors import Messages, events_of, without_ids
+from tests.helpers.tool_cases import TOOLS, WEATHER
 
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/messages"
 QUESTION = [{"role": "user", "content": "How warm is Oslo?"}]
 MESSAGES_TOOLS = [{"name": "weather", "input_schema": WEATHER}, {"name": "night", "input_schema": {"type": "object"}}]
-USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 BODY = {"messages": QUESTION, "max_tokens": 8, "seed": 3}
 
 
@@ -27,95 +28,37 @@ def call_body(soon):
 
 
 def post(server, body, path=PATH):
-    response = server.post(path, body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return doors.post(server, path, body)
 
 
 def streamed(server, body):
-    """The message that the events of a stream make, whose order is checked."""
+    """The message that the events of a stream make. Each has its type as its name."""
     response = server.post(PATH, body | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for part in response.text.strip().split("\n\n"):
-        name, data = part.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    first, *inner, change, last = events
-    assert (first["type"], change["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
-    message = first["message"]
-    assert (message["content"], message["stop_reason"]) == ([], None)
-    arguments, is_open = "", False
-    for event in inner:
-        assert event["index"] == len(message["content"]) - (event["type"] != "content_block_start")
-        assert is_open is (event["type"] != "content_block_start")
-        if event["type"] == "content_block_start":
-            message["content"].append(event["content_block"])
-            arguments, is_open = "", True
-        elif event["type"] == "content_block_stop":
-            is_open = False
-            if message["content"][-1]["type"] == "tool_use":
-                message["content"][-1]["input"] = json.loads(arguments)
-        else:
-            delta = dict(event["delta"])
-            assert delta.pop("type") in ("text_delta", "thinking_delta", "input_json_delta", "signature_delta")
-            [(name, new)] = delta.items()
-            if name == "partial_json":
-                arguments += new
-            else:
-                message["content"][-1][name] += new
-    assert not is_open
-    return message | change["delta"] | {"usage": change["usage"]}
+    events = events_of(response.text)
+    assert re.findall("^event: (.*)$", response.text, re.MULTILINE) == [event["type"] for event in events]
+    return Messages.joined(events)
 
 
-def without_ids(message):
-    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
-    return message | {"id": "", "content": content, "usage": message["usage"]["output_tokens"]}
-
-
-@pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"system": "Tell stories."}, {"top_k": 5, "stop_sequences": ["."]}])
-def test_a_message_is_the_answer_of_a_chat(server, more):
-    message = post(server, BODY | more)
-    chat = dict(BODY | more)
-    if system := chat.pop("system", None):
-        chat["messages"] = [{"role": "system", "content": system}, *QUESTION]
-    chat["stop"] = chat.pop("stop_sequences", None)
-    choice = post(server, chat, "/v1/chat/completions")["choices"][0]
-    assert message["content"] == [{"type": "text", "text": choice["message"]["content"]}]
-    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny-qwen3")
-    if choice["stop_reason"] == ".":
-        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", ".")
-    else:
-        assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
-    assert without_ids(streamed(server, BODY | more)) == without_ids(message)
-
-
-def test_a_message_that_fills_the_context_says_so(server):
+def test_the_reason_of_an_end_is_anthropics(server):
     body = BODY | {"messages": [{"role": "user", "content": "a " * 230}], "max_tokens": 1000, "ignore_eos": True}
     assert post(server, body)["stop_reason"] == "model_context_window_exceeded"
+    ended = post(server, BODY | {"temperature": 0, "max_tokens": 60, "stop_sequences": ["zebra", "."]})
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", ".")
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-@pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "display": "omitted"}])
-def test_a_required_call_is_the_same_streamed_and_whole(tool_server, call_body, choice, thinking):
-    body = call_body | {"tool_choice": choice | {"disable_parallel_tool_use": True}, "thinking": thinking}
-    message = post(tool_server, body)
-    assert message["stop_reason"] == "tool_use"
-    *before, call = message["content"]
-    assert {block["type"] for block in before} <= ({"thinking"} if thinking["type"] == "adaptive" else set())
-    check_call(call["name"], json.dumps(call["input"]))
-    assert choice.get("name", call["name"]) == call["name"]
-    assert without_ids(streamed(tool_server, body)) == without_ids(message)
-
-
-def test_a_cut_call_has_the_arguments_so_far(tool_server, call_body):
-    body = call_body | {"tool_choice": {"type": "tool", "name": "weather"}, "thinking": {"type": "disabled"}}
-    whole = post(tool_server, body)
-    cut = post(tool_server, body | {"max_tokens": whole["usage"]["output_tokens"] - 6})
-    assert cut["stop_reason"] == "max_tokens"
-    [before], [after] = whole["content"], cut["content"]
-    assert before["name"] == after["name"] == "weather"
-    assert before["input"].items() >= after["input"].items()
+def test_the_last_message_is_continued_and_an_answer_follows_a_schema(server):
+    messages = [*QUESTION, {"role": "assistant", "content": "Once upon a"}]
+    chat = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    text = post(server, chat | more, "/v1/chat/completions")["choices"][0]["message"]["content"]
+    assert post(server, chat)["content"] == [{"type": "text", "text": text}]
+    schema = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}}, "required": ["name"]}
+    answer_format = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
+    text = post(server, BODY | {"output_config": {"effort": "low", "format": answer_format}, "max_tokens": 60})["content"][0][
+        "text"
+    ]
+    assert json.loads(text)["name"] in ("Lily", "Tom")
 
 
 def test_numbers_that_json_does_not_have_are_replaced():
@@ -169,91 +112,34 @@ def test_a_conversation_with_calls_is_rendered_as_in_a_chat(tool_server):
     assert streamed(tool_server, body | {"max_tokens": 1})["usage"] == again
 
 
-def test_the_last_message_is_continued(server):
-    messages = [*QUESTION, {"role": "assistant", "content": "Once upon a"}]
-    chat = {"messages": messages, "max_tokens": 4, "temperature": 0, "continue_final_message": True}
-    text = post(server, chat | {"add_generation_prompt": False}, "/v1/chat/completions")["choices"][0]["message"]["content"]
-    message = post(server, {"messages": messages, "max_tokens": 4, "temperature": 0})
-    assert message["content"] == [{"type": "text", "text": text}]
-
-
-def test_an_answer_follows_a_schema(server):
-    schema = {"type": "object", "properties": {"name": {"enum": ["Lily", "Tom"]}}, "required": ["name"]}
-    schema["additionalProperties"] = False
-    config = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
-    text = post(server, BODY | {"output_config": config, "max_tokens": 60})["content"][0]["text"]
-    assert json.loads(text)["name"] in ("Lily", "Tom")
-
-
-@pytest.mark.parametrize(
-    ("more", "message", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens: Input should be a valid integer", "max_tokens"),
-        ({"messages": []}, "at least 1 item", "messages"),
-        ({"messages": [{"role": "user", "content": []}], "system": "Be brief."}, "messages has no content", "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-         "messages.0.content.0: a block of type 'image' is not supported; give text, thinking, tool_use, tool_result",
-         "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document'", "messages"),
-        ({"messages": [{"role": "user", "content": [USE]}]},
-         "a tool_use block cannot be in a message of the role user", "messages"),
-        ({"messages": [{"role": "assistant", "content": [USE]}]}, "add its tool_result", "messages"),
-        ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "maximum context length is 512 tokens", "messages"),
-        ({"messages": [{"role": "user", "content": "a " * 600}]}, "tokens > 512 maximum. This model's", "messages"),
-        ({"thread": {"type": "create"}}, "send the whole conversation as messages", "thread"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'", "tools"),
-        ({"tools": [{"name": "a"}]}, "tools.0.input_schema: Field required", "tools"),
-        ({"tools": [{"name": "a", "input_schema": {}, "stict": True}]}, "did you mean strict?", "stict"),
-        ({"tools": MESSAGES_TOOLS}, "no known format of calls", "tools"),
-        ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice has 'a', but the tools are none", "tool_choice"),
-        ({"tool_choice": {"type": "tool"}}, "the type tool needs the name of one of tools", "tool_choice"),
-        ({"tool_choice": {"type": "auto", "name": "a"}}, "other types have no name, got 'a'", "tool_choice"),
-        ({"tempreture": 1}, "did you mean temperature?", "tempreture"),
-        ({"thinking": {"type": "enabled", "budget": 5}}, "did you mean budget_tokens?", "budget"),
-        ({"mcp_servers": [{}]}, "call them from the client", "mcp_servers"),
-        ({"temperature": -1}, "temperature must be finite", "temperature"),
-        ({"stop_sequences": [""]}, "at least 1 character", "stop_sequences"),
-        ({"priority": 1}, "priority=1 has no effect with this scheduler", "priority"),
-    ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_what_cannot_be_honoured_gets_anthropics_error(server, more, message, param):
-    response = server.post(PATH, BODY | more)
-    body = response.json()
-    assert response.status_code == 400
-    assert body.keys() == {"type", "error"}
-    assert (body["type"], body["error"]["type"], body["error"]["param"]) == ("error", "invalid_request_error", param)
-    assert body["error"].get("details", {}).get("error_code") == body["error"]["code"]
-    assert message in body["error"]["message"]
-
-
-def test_errors_of_every_status_have_anthropics_format(server):
-    with http_server.serving(api_key=("secret",)) as guarded:
-        for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "secret"}):
-            for path in (PATH, PATH + "/count_tokens"):
-                refused = guarded.post(path, BODY, headers=headers)
-                assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        for headers in ({"X-Api-Key": "secret"}, {"Authorization": "Bearer secret"}):
-            assert guarded.post(PATH, BODY, headers=headers).status_code == 200
+def test_errors_of_every_status_have_anthropics_format(server, guarded):
+    for headers in ({}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong", "X-Api-Key": "second"}):
+        for path in (PATH, PATH + "/count_tokens"):
+            refused = guarded.post(path, BODY, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    for headers in ({"X-Api-Key": "second"}, {"Authorization": "Bearer second"}):
+        assert guarded.post(PATH, BODY, headers=headers).status_code == 200
     for more, status, kind in (
+        ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"model": "other"}, 404, "not_found_error"),
         ({"timeout": 1e-9}, 504, "timeout_error"),
         ({"metadata": "x" * 2**22}, 413, "request_too_large"),
     ):
         response = server.post(PATH, BODY | more)
-        assert (response.status_code, response.json()["type"], response.json()["error"]["type"]) == (status, "error", kind)
+        body = response.json()
+        assert (response.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body.keys() == {"type", "error"}
+        assert body["error"].get("details", {}).get("error_code") == body["error"]["code"]
     failed = server.post(PATH, BODY | {"timeout": 1e-9, "stream": True}).text
     assert failed.startswith('event: error\ndata: {"type":"error","error":{"message":"the request took longer')
 
 
-def test_other_tools_are_left_out_where_unknown_fields_are_ignored():
-    with http_server.serving(ignore_unknown_fields=True) as ignoring:
-        body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
-        assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
-        for path in (PATH, PATH + "/count_tokens"):  # whose messages are not all in the request
-            thread = {"type": "continue", "previous_message_id": "msg_1"}
-            refused = ignoring.post(path, {"messages": QUESTION, "max_tokens": 8, "thread": thread}).json()["error"]
-            assert refused["details"] == {"error_code": "thread_unsupported_request"}
+def test_other_tools_are_left_out_where_unknown_fields_are_ignored(ignoring):
+    body = BODY | {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "betas": [1]}
+    assert without_ids(post(ignoring, body)) == without_ids(post(ignoring, BODY))
+    for path in (PATH, PATH + "/count_tokens"):  # whose messages are not all in the request
+        refused = ignoring.post(path, BODY | {"thread": {"type": "continue", "previous_message_id": "msg_1"}})
+        assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 # ---- Anthropic's client
@@ -285,27 +171,6 @@ def test_the_client_reads_a_stream_and_a_message_alike(anthropic_client, call_bo
     counted = anthropic_client.messages.count_tokens(**options)
     full = anthropic_client.messages.create(**options, max_tokens=1).usage
     assert counted.input_tokens == full.input_tokens + full.cache_read_input_tokens
-
-
-def test_the_asynchronous_client_reads_64_streams_with_their_seeds(anthropic_client, tool_server):
-    import asyncio
-
-    import anthropic
-
-    async def texts():
-        async with anthropic.AsyncAnthropic(base_url=tool_server.url, api_key="none", max_retries=0) as client:
-
-            async def text(seed):
-                options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 12, "extra_body": {"seed": seed}}
-                async with client.messages.stream(**options) as stream:
-                    return without_ids((await stream.get_final_message()).to_dict())
-
-            return await asyncio.gather(*map(text, range(64)))
-
-    for seed, message in enumerate(asyncio.run(texts())):
-        if seed % 16 == 0:
-            options = {"model": "tiny-qwen3", "messages": QUESTION, "max_tokens": 12, "extra_body": {"seed": seed}}
-            assert message == without_ids(anthropic_client.messages.create(**options).to_dict())
 
 
 def test_the_tool_runner_sends_the_results_of_calls(anthropic_client, call_body):

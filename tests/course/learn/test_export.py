@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
 from nanoinfer.errors import InvalidValueError
-from nanoinfer_course.learn.export import one_file
-from nanoinfer_course.learn.tangle import simplified, tangle
+from nanoinfer_course.learn.export import one_file, reference_file
+from nanoinfer_course.learn.tangle import missing_names, repeated_names, simplified, tangle
 from nanoinfer_course.learn.track import NAMES, TRACK, find
 from nanoinfer_course.learn.workbook import Workbook
 from tests.course.learn.test_learn import MUTANTS
@@ -138,8 +138,9 @@ def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book)
         book.file(name).write_text(before)
 
 
-def test_the_file_has_all_that_a_task_says_one_has():
-    tree = ast.parse(one_file(TRACK, {}, "mine"))
+@pytest.mark.slow
+def test_the_file_has_all_that_a_task_says_one_has(exported):
+    tree = ast.parse((exported / "engine.py").read_text(encoding="utf-8"))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     defined |= {
         ast.unparse(node).removeprefix("self.") for node in ast.walk(tree) if isinstance(getattr(node, "ctx", 0), ast.Store)
@@ -205,3 +206,9 @@ def test_definitions_come_in_the_order_of_the_template():
         "def take",
     ]
     assert '"""' in text.splitlines()[1]  # the docstring of the package's class
+
+
+def test_the_committed_file_is_not_older_than_the_source_and_defines_each_name_once():
+    text = (Path(__file__).parents[3] / "one_file" / "engine.py").read_text(encoding="utf-8")
+    assert text == reference_file(), "run: make one-file"
+    assert (missing_names(text), repeated_names(text)) == (set(), set())

@@ -35,13 +35,11 @@ def test_a_change_of_any_tensor_changes_the_digest(qwen3):
 
 def test_a_change_of_any_tensor_of_a_gguf_file_changes_the_digest(tmp_path):
     model = tiny_models.build("qwen3")
-    tensors = gguf_files.tensors_of(model)
-    path = gguf_files.write(tmp_path / "model.gguf", gguf_files.metadata_of(model.config), tensors)
-    first = digest(path)
+    metadata, tensors = gguf_files.metadata_of(model.config), gguf_files.tensors_of(model)
+    first = digest(gguf_files.write(tmp_path / "model.gguf", metadata, tensors))
     for name, (number, shape, content) in tensors.items():
-        other = bytes(byte ^ 1 for byte in content)
-        gguf_files.write(path, gguf_files.metadata_of(model.config), tensors | {name: (number, shape, other)})
-        assert digest(path) != first, name
+        other = tensors | {name: (number, shape, bytes(byte ^ 1 for byte in content))}
+        assert digest(gguf_files.write(tmp_path / "model.gguf", metadata, other)) != first, name
 
 
 def test_tensors_with_each_others_names_have_another_digest(qwen3):

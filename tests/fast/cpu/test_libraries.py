@@ -66,14 +66,6 @@ def test_a_processor_gets_the_best_level_that_it_has_or_none(package, monkeypatc
         native.find_target()
 
 
-@pytest.mark.slow
-def test_a_level_reads_the_same_in_every_process():
-    """Packed weights are kept under a digest of it (packs.py)."""
-    code = [sys.executable, "-c", "from nanoinfer.fast.cpu import native; print(native.LEVELS)"]
-    other = {"PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
-    assert subprocess.check_output(code, env=os.environ | other, text=True).strip() == str(native.LEVELS)
-
-
 CODE = """
 from nanoinfer import LLM
 from nanoinfer.cli.bits import SAME, compare

@@ -4,10 +4,9 @@ import gc
 import hashlib
 import json
 import mmap
-import os
 import shutil
-import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ from nanoinfer.features.training.stored import Identity, StoredParameter
 from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer.loading.weights import Source, WeightFiles, Weights
 from nanoinfer.system import disk_cache
-from tests.helpers import forked
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 from tests.helpers.precompiled import in_new_cache
-from tests.helpers.threads import run_in_threads
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,9 +77,14 @@ def matrices_read(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-gpt2"])
 @pytest.mark.parametrize(
-    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}]
+    ("model", "settings"),
+    [
+        ("tiny-qwen3", {"dtype": "float32"}),
+        ("tiny-gpt2", {"dtype": "bfloat16"}),
+        ("tiny-qwen3", {"quantization": "int8"}),
+        ("tiny-gpt2", {"quantization": "int4"}),
+    ],
 )
 def test_the_second_start_has_the_same_bits_and_reads_no_matrix_of_a_linear_layer(folder, matrices_read, model, settings):
     first = answers_of(BUNDLED / model, **settings)
@@ -96,20 +98,21 @@ def test_the_second_start_has_the_same_bits_and_reads_no_matrix_of_a_linear_laye
     assert [entry.stat().st_mode & 0o777 for entry in (folder, path)] == [0o700, 0o600]
 
 
+def with_byte_changed(data, share):
+    i = int(len(data) * share)
+    return data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]
+
+
 DAMAGE = {
     "empty": lambda data: b"",
     "cut in the index": lambda data: data[:100],
     "cut by a page": lambda data: data[:-4096],
     "longer": lambda data: data + bytes(64),
-    "zeros": lambda data: bytes(len(data)),
     "the end lost": lambda data: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
     "swapped pages": lambda data: data[:-8192] + data[-4096:] + data[-8192:-4096],
-    **{
-        f"a byte at {share:.0%} changed": lambda data, i=share: (
-            data[: int(len(data) * i)] + bytes([data[int(len(data) * i)] ^ 1]) + data[int(len(data) * i) + 1 :]
-        )
-        for share in (0, 0.0001, 0.3, 0.9, 0.99999)
-    },
+    "the first byte changed": lambda data: with_byte_changed(data, 0),
+    "a byte of the index changed": lambda data: with_byte_changed(data, 0.0001),
+    "one of the last bytes changed": lambda data: with_byte_changed(data, 0.99999),
 }
 
 
@@ -123,29 +126,6 @@ def test_a_corrupted_file_is_noticed_and_replaced(folder, checkpoint, caplog, da
     assert answers_of(checkpoint) == expected
     assert [record.levelname for record in caplog.records if f"{path} are corrupted" in record.message] == ["WARNING"]
     assert path.read_bytes() == content
-
-
-def change(checkpoint):
-    """Give the checkpoint other weights in place, with the size and the time that the file had."""
-    path = checkpoint / "model.safetensors"
-    before, tensors = path.stat(), load_file(path)
-    tensors["model.layers.0.mlp.down_proj.weight"] = tensors["model.layers.0.mlp.down_proj.weight"].flip(0).contiguous()
-    save_file(tensors, checkpoint / "other", {"format": "pt"})
-    content = (checkpoint / "other").read_bytes()
-    (checkpoint / "other").unlink()
-    assert len(content) == before.st_size
-    path.write_bytes(content)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_a_checkpoint_that_was_changed_in_place_is_packed_again(folder, checkpoint):
-    first = answers_of(checkpoint)
-    gc.collect()  # the first engine has mapped the checkpoint
-    change(checkpoint)
-    changed = answers_of(checkpoint)
-    assert changed != first
-    assert answers_of(checkpoint) == changed
-    assert len(files(folder)) == 1  # it took the place of the other
 
 
 def rewrite_through_a_mapping(path, content, monkeypatch):
@@ -166,6 +146,12 @@ def test_a_checkpoint_that_was_rewritten_with_the_same_status_is_packed_again(fo
     gc.collect()  # the first engine has mapped the checkpoint
     rewrite_through_a_mapping(path, (other / path.name).read_bytes(), monkeypatch)
     assert answers_of(checkpoint) == expected != first
+    assert answers_of(checkpoint) == expected
+    assert len(files(folder)) == 2  # of each checkpoint one
+
+
+def without(index, name):
+    return {key: one for key, one in index.items() if key != name}
 
 
 def reindexed(path, change):
@@ -178,11 +164,7 @@ def reindexed(path, change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda index: {key: one for key, one in index.items() if key != "checkpoint"},
-        lambda index: {key: one for key, one in index.items() if key != "made_from"},
-        lambda index: {key: one for key, one in index.items() if key != "checksum"},
-        lambda index: {key: one for key, one in index.items() if key != "arrays"},
-        lambda index: {},
+        *(partial(without, name=name) for name in ("checkpoint", "made_from", "checksum", "arrays")),
         lambda index: [],
         lambda index: index | {"arrays": dict.fromkeys(index["arrays"], 5)},
         lambda index: index | {"arrays": {name: ["5"] for name in index["arrays"]}},
@@ -258,21 +240,21 @@ def test_adapters_of_requests_work_and_merged_adapters_are_not_kept(folder, chec
     assert answers_of(checkpoint, lora=str(tmp_path / "adapter")) == merged
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "open to others", "a full disk", "no space"])
+def fill_disk(path):
+    raise OSError(28, "No space left on device")
+
+
+OBSTACLES = {
+    "a file": lambda folder, patch: folder.write_text(""),
+    "open to others": lambda folder, patch: folder.mkdir() or folder.chmod(0o777),
+    "a full disk": lambda folder, patch: patch.setattr(disk_cache, "stamp", fill_disk),  # after some bytes
+    "no space": lambda folder, patch: patch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 0, 9)),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, caplog, monkeypatch, obstacle):
-    if obstacle == "a file":
-        folder.write_text("")
-    elif obstacle == "open to others":
-        folder.mkdir()
-        folder.chmod(0o777)
-    elif obstacle == "a full disk":
-
-        def full(path):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(disk_cache, "stamp", full)  # after some bytes
-    else:
-        monkeypatch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 100))
+    OBSTACLES[obstacle](folder, monkeypatch)
     answers_of(checkpoint)
     [record] = [record for record in caplog.records if record.name == packs.__name__]
     assert record.levelname == "WARNING"
@@ -280,71 +262,31 @@ def test_a_folder_that_cannot_be_used_is_a_line_in_the_log(folder, checkpoint, c
     assert not folder.is_dir() or {path.name for path in folder.iterdir()} <= {"lock"}
 
 
-_START = """
-import os, signal, sys
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.fast.cpu import packs
-from nanoinfer.system import disk_cache
-
-packs.MIN_BYTES = 0
-if sys.argv[2] == "killed":
-    disk_cache.stamp = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
-llm = LLM(sys.argv[1], kv_cache_memory=2**22, max_model_len=64, skip_tokenizer_init=True)
-params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-print([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)])
-"""
-
-
-def in_own_process(checkpoint, what="whole"):
-    script = checkpoint.parent / "start.py"
-    script.write_text(_START)
-    return forked.run_script(script, str(checkpoint), what, cwd=checkpoint)
-
-
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read(folder, checkpoint):
-    killed = in_own_process(checkpoint, "killed")
-    assert killed.returncode == -signal.SIGKILL
-    assert {path.name for path in folder.iterdir()} == {"lock", "writing"}
-    expected = answers_of(checkpoint)
-    assert {path.suffix for path in folder.iterdir()} == {"", ".weights"}
-    assert not (folder / "writing").exists()
-    assert answers_of(checkpoint) == expected
-
-
-def test_two_processes_that_write_at_once_are_both_right(folder, checkpoint):
-    told = []
-    run_in_threads(lambda i: told.append(in_own_process(checkpoint).stdout.strip()), num=2)
-    assert told == [str(answers_of(checkpoint)[0])] * 2
-    assert len(files(folder)) == 1
-    assert not (folder / "writing").exists()
-
-
 def test_the_files_that_were_used_longest_ago_make_room(folder, checkpoint, monkeypatch):
-    answers_of(checkpoint, dtype="float32")
+    start(checkpoint, dtype="float32")
     [largest] = files(folder)
     monkeypatch.setattr(packs, "MAX_BYTES", largest.stat().st_size * 9 // 5)
-    answers_of(checkpoint, dtype="bfloat16")
+    start(checkpoint, dtype="bfloat16")
     [smaller] = set(files(folder)) - {largest}
-    answers_of(checkpoint, dtype="float32")  # used
-    answers_of(checkpoint, dtype="float16")
+    start(checkpoint, dtype="float32")  # used
+    start(checkpoint, dtype="float16")
     assert largest in files(folder)
     assert smaller not in files(folder)
     assert sum(path.stat().st_size for path in files(folder)) <= packs.MAX_BYTES
     monkeypatch.setattr(packs, "MAX_BYTES", 1000)
-    answers_of(checkpoint, quantization="int8")
+    start(checkpoint, quantization="int8")
     assert largest in files(folder)  # what does not fit removes nothing
 
 
-def test_the_file_of_a_checkpoint_that_is_gone_is_removed(folder, checkpoint):
-    answers_of(checkpoint)
+def test_the_file_of_a_checkpoint_that_is_gone_is_removed_and_small_models_are_not_kept(folder, checkpoint, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(packs, "MIN_BYTES", 2**26)
+        start(checkpoint)
+    assert not files(folder)
+    start(checkpoint)
     [gone] = files(folder)
+    gc.collect()
     shutil.rmtree(checkpoint)
-    answers_of(BUNDLED / "tiny-qwen3")
+    start(BUNDLED / "tiny-qwen3")
     [path] = files(folder)
     assert path != gone
-
-
-def test_small_models_are_not_kept(folder, checkpoint, monkeypatch):
-    monkeypatch.setattr(packs, "MIN_BYTES", 2**26)
-    answers_of(checkpoint)
-    assert not folder.exists() or not files(folder)

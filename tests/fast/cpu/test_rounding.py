@@ -163,43 +163,28 @@ def test_drafts_in_4_bits_are_rounded_by_moments_and_updates_keep_them(folder):
     before, num = [array.clone() for array in arrays_of(llm)[0]], arrays_of(llm)[1]
     assert num > 0
     llm.update_weights_from_path(str(BUNDLED / "tiny-qwen3"))
-    after = arrays_of(llm)[0]
-    assert all(map(torch.equal, after, before))
-    llm.update_weights(
-        [
-            (
-                "model.layers.0.mlp.down_proj.weight",
-                torch.randn(1, generator=torch.Generator().manual_seed(0))
-                * loader.load_model(Checkpoint.open("tiny-qwen3")).layers[0].mlp.down_proj.weight,
-            )
-        ]
-    )
+    assert all(map(torch.equal, arrays_of(llm)[0], before))
+    weight = loader.load_model(Checkpoint.open("tiny-qwen3")).layers[0].mlp.down_proj.weight
+    llm.update_weights([("model.layers.0.mlp.down_proj.weight", weight * 1.5)])
     assert not all(map(torch.equal, arrays_of(llm)[0], before))
-
-
-def test_starts_with_and_without_drafts_share_the_packs_of_plain_weights(folder, monkeypatch):
-    monkeypatch.setattr(packs, "MIN_BYTES", 0)
-    LLM(dtype="float32", **SETTINGS)
-    [path] = folder.glob("*.weights")
-    content = path.read_bytes()
-    LLM(dtype="float32", speculative_config={"method": "quantized", "bits": 4}, **SETTINGS)
-    assert len(list(folder.glob("*.weights"))) == 2
-    assert path.read_bytes() == content
 
 
 def refused_pass(*given):
     raise AssertionError("the model ran for nothing")
 
 
-@pytest.mark.parametrize("why", ["no folder", "read-only", "full"])
-def test_a_folder_that_receives_no_file_is_found_before_the_pass(folder, monkeypatch, caplog, why):
+def without_compiler(*source, structures=()):
+    raise UnsupportedError("no C++ compiler works (there is no g++)")
+
+
+def keep_integers(patch):
+    """Every layer has integers of 4 bits in the checkpoint, as in a file in Q4_0."""
+    patch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
+
+
+def test_a_folder_that_receives_no_file_is_found_before_the_pass(folder, monkeypatch, caplog):
     monkeypatch.setattr(calibration, "_measured", refused_pass)
-    if why == "no folder":
-        folder.write_text("")
-    elif why == "read-only":
-        monkeypatch.setattr(packs.os, "access", lambda path, mode: mode != os.W_OK or not str(path).endswith("packed"))
-    else:
-        monkeypatch.setattr(packs.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    monkeypatch.setattr(packs.os, "access", lambda path, mode: mode != os.W_OK or not str(path).endswith("packed"))  # read-only
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
     [line] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("weights are rounded to 4 bits without calibration, which costs quality: moments cannot be kept: ")
@@ -224,41 +209,33 @@ def test_where_only_torch_computes_one_line_says_that_weights_are_rounded_plainl
     assert lines[0].endswith("only torch computes, as with enforce_eager and without a C++ compiler")
 
 
-def without_compiler(*source, structures=()):
-    raise UnsupportedError("no C++ compiler works (there is no g++)")
-
-
-def test_a_calibration_is_refused_where_no_kernel_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
-    (tmp_path / "text").write_text("Once upon a time")
-    with pytest.raises(UnsupportedError, match=r"calibration needs C\+\+ kernels: no C\+\+ compiler works"):
-        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
-
-
-def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path):
+def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    text.write_text("Once upon a time")
     (tmp_path / "empty").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x80")
+
+    def refused(error, message, calibration=text, **more):
+        with pytest.raises(error, match=message):
+            LLM(**{"quantization": "int4", "kv_cache_memory": 2**22} | more, calibration=calibration)
+
     for name, why in (("empty", "it has no tokens"), ("bytes", "codec"), ("missing", "No such file")):
-        with pytest.raises(InvalidValueError, match=f"calibration must be a text file.*{why}"):
-            LLM(quantization="int4", calibration=tmp_path / name, kv_cache_memory=2**22)
-    for more in ({}, {"quantization": "int8"}, {"quantization": "int4", "enforce_eager": True}):
-        with pytest.raises(InvalidValueError, match="calibration='text' needs weights that are rounded to 4 bits"):
-            LLM(calibration="text", **more)
-    (tmp_path / "text").write_text("Once upon a time")
+        refused(InvalidValueError, f"calibration must be a text file.*{why}", tmp_path / name)
+    for more in ({"quantization": None}, {"quantization": "int8"}, {"enforce_eager": True}):
+        refused(InvalidValueError, "calibration='text' needs weights that are rounded to 4 bits", "text", **more)
+    with monkeypatch.context() as patch:
+        keep_integers(patch)
+        refused(UnsupportedError, "calibration cannot be used: the checkpoint has integers of 4 bits")
+    with monkeypatch.context() as patch:
+        patch.setattr("nanoinfer.fast.cpu.native.load", without_compiler)
+        refused(UnsupportedError, r"calibration needs C\+\+ kernels: no C\+\+ compiler works")
+    shutil.rmtree(folder, ignore_errors=True)
     folder.write_text("")
-    with pytest.raises(UnsupportedError, match=r"calibration cannot be used: .* cannot be kept.*NANOINFER_CACHE; or leave"):
-        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
-
-
-def test_a_calibration_is_refused_where_no_weight_is_rounded_by_it(folder, tmp_path, monkeypatch):
-    (tmp_path / "text").write_text("Once upon a time")
-    monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)  # of every layer, as in a file in Q4_0
-    with pytest.raises(UnsupportedError, match="calibration cannot be used: the checkpoint has integers of 4 bits"):
-        LLM(quantization="int4", calibration=tmp_path / "text", kv_cache_memory=2**22)
+    refused(UnsupportedError, r"calibration cannot be used: .* cannot be kept.*NANOINFER_CACHE; or leave")
 
 
 def test_where_the_checkpoints_integers_are_kept_no_moments_are_computed(folder, monkeypatch, caplog):
-    monkeypatch.setattr(calibration, "stored_integers", lambda weight, bits: weight)
+    keep_integers(monkeypatch)
     monkeypatch.setattr(calibration, "_measured", refused_pass)
     assert arrays_of(LLM(quantization="int4", **SETTINGS))[1] == 0
     assert "without calibration" not in caplog.text

@@ -1,6 +1,7 @@
 """A model compiled for a GPU gives the textbook's logits. Where there is no GPU, Triton interprets its kernels."""
 
 import math
+from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
 
@@ -32,7 +33,6 @@ FACTOR = 1.25 if DEVICE == "cuda" else 1.6  # the interpreter cuts bits off wher
 IDS = torch.arange(1, 31) * 31 % tiny_models.VOCAB_SIZE
 
 HALF = "bfloat16" if DEVICE == "cpu" or devices.gpu_has_bf16(torch.device(DEVICE)) else "float16"
-dtypes = pytest.mark.parametrize("dtype", ["float32", HALF])
 
 
 def load(path, dtype="float32", device=DEVICE):
@@ -63,34 +63,31 @@ def kernels_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])  # Triton's interpreter is slow
-@dtypes
+@pytest.mark.parametrize(  # Triton's interpreter is slow
+    ("family", "dtype"), [("qwen2", HALF), ("qwen3", "float32"), ("qwen3", HALF), ("qwen3_moe", "float32")]
+)
 def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)
-    model = load(path, dtype)
-    report = compile_model(model)
+    report = compile_model(load(path, dtype))
     assert "" in report.compiled
     assert_same_logits(path, dtype, report.model)
 
 
 def test_gpt2_stays_as_it_is(tmp_path):
-    model = load(tiny_models.save("gpt2", tmp_path))
-    report = compile_model(model)
+    report = compile_model(load(tiny_models.save("gpt2", tmp_path)))
     assert report.compiled == {}
     assert "forward" not in vars(report.model)
 
 
 def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
     """Of a layer: two norms, two rotations with norms, q, k and v, gate and up, and two products that add the residual."""
-    model = load(tiny_models.save("qwen3", tmp_path))
-    report = compile_model(model)
-    model = report.model
+    report = compile_model(load(tiny_models.save("qwen3", tmp_path)))
     assert report.compiled == {"": 2 * 8 + 1}
-    kernels = kernels_of(model)
-    assert [kernels.count(name) for name in ("KernelRMSNorm", "KernelRotation", "GatedLinear", "AddedLinear")] == [5, 4, 2, 4]
-    assert kernels.count("RotatedAttention") == 2
-    added = [module for module in model.forward.__self__.modules() if isinstance(module, compile.AddedLinear)]
-    assert all(module.in_place for module in added)
+    num = Counter(kernels_of(report.model))
+    assert (num["KernelRMSNorm"], num["KernelRotation"], num["GatedLinear"], num["AddedLinear"]) == (5, 4, 2, 4)
+    assert num["RotatedAttention"] == 2
+    modules = report.model.forward.__self__.modules()
+    assert all(module.in_place for module in modules if isinstance(module, compile.AddedLinear))
 
 
 class TwiceResidual(QwenDecoderLayer):
@@ -115,78 +112,67 @@ def test_a_residual_that_is_read_later_is_not_overwritten(layer_class, tmp_path)
     model, expected = load(path), load(path)
     for one in (model, expected):
         one.layers[1].__class__ = layer_class
-    model = compile_model(model).model
-    torch.testing.assert_close(logits_of(model), logits_of(expected), atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of(compile_model(model).model), logits_of(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-@dtypes
+@pytest.mark.parametrize("dtype", ["float32", HALF])
 def test_the_comparison_notices_a_product_that_forgets_the_residual(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(compile.AddedLinear, "forward", lambda self, x, residual: self.linear(x))
     path = tiny_models.save("qwen3", tmp_path)
-    model = load(path, dtype)
-    model = compile_model(model).model
     with pytest.raises(AssertionError):
-        assert_same_logits(path, dtype, model)
+        assert_same_logits(path, dtype, compile_model(load(path, dtype)).model)
 
 
-class TwoMerges(nn.Module):
+def in_two_merges(x, a, b, c):
     """`a` stands in a product with b, and in another with c."""
+    y = x * 2
+    return torch.maximum(a(x), b(x)) * torch.maximum(a(y), c(y))
 
-    num_kernels = 1
 
-    def __init__(self):
+def its_own_gate(x, a, b, c):
+    """The gate and up are one layer."""
+    return (nn.functional.silu(a(x)) * a(x)) ** 2 + torch.maximum(b(x), c(x))
+
+
+def with_a_weight_read(x, a, b, c):
+    """The model reads a weight itself."""
+    return torch.maximum(a(x), b(x)) + nn.functional.linear(x, a.weight) ** 2 + c(x) ** 2
+
+
+def called_twice(x, a, b, c):
+    """Two layers are called with two inputs, and one merged layer computes both. The third product adds a residual."""
+    y = x * 2
+    return torch.maximum(a(x), b(x)) * torch.maximum(a(y), b(y)) + c(x + y)
+
+
+class ThreeLayers(nn.Module):
+    """Computes something of an input and three linear layers."""
+
+    def __init__(self, compute):
         super().__init__()
         self.layers = nn.ModuleDict({name: nn.Linear(8, 6, bias=False) for name in "abc"}).requires_grad_(False)
+        self.compute = compute
 
     def forward(self, x):
-        a, b, c = self.layers.values()
-        y = x * 2
-        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), c(y))
+        return self.compute(x, *self.layers.values())
 
 
-class OwnGate(TwoMerges):
-    """The gate and up are one layer."""
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        return (nn.functional.silu(a(x)) * a(x)) ** 2 + torch.maximum(b(x), c(x))
-
-
-class ReadWeight(TwoMerges):
-    """The model reads a weight itself."""
-
-    num_kernels = 0
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        return torch.maximum(a(x), b(x)) + nn.functional.linear(x, a.weight) ** 2 + c(x) ** 2
-
-
-class CalledTwice(TwoMerges):
-    """Two layers are called with two inputs, and one merged layer computes both. The third product adds a residual."""
-
-    num_kernels = 3
-
-    def forward(self, x):
-        a, b, c = self.layers.values()
-        y = x * 2
-        return torch.maximum(a(x), b(x)) * torch.maximum(a(y), b(y)) + c(x + y)
-
-
-@pytest.mark.parametrize("model_class", [TwoMerges, OwnGate, ReadWeight, CalledTwice])
-def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(model_class):
+@pytest.mark.parametrize(
+    ("compute", "num_kernels"), [(in_two_merges, 1), (its_own_gate, 1), (with_a_weight_read, 0), (called_twice, 3)]
+)
+def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(compute, num_kernels):
     torch.manual_seed(0)
-    model, x = model_class(), torch.randn(3, 8)
+    model, x = ThreeLayers(compute), torch.randn(3, 8)
     compiled = compile_model(model)
-    assert compiled.compiled.get("", 0) == model_class.num_kernels
+    assert compiled.compiled.get("", 0) == num_kernels
     computing = [module.linear for module in compiled.model.modules() if isinstance(module, compile.FewRowsLinear)]
     weights = [*model.parameters(), *(linear.weight for linear in computing)]
     kept = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
     assert sum(kept.values()) == 3 * 8 * 6 * 4
     with torch.inference_mode():
         for _ in range(2):
-            torch.testing.assert_close(compiled.model(x), model_class.forward(model, x))
+            torch.testing.assert_close(compiled.model(x), ThreeLayers.forward(model, x))
             for weight in model.parameters():
                 weight.copy_(torch.randn_like(weight))
 
@@ -199,8 +185,7 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
     model = load(tiny_models.save("qwen3", tmp_path))
     caplog.clear()
     with caplog.at_level("INFO", "nanoinfer.fast"):
-        model = compile_model(model).model
-    assert "forward" not in vars(model)
+        assert "forward" not in vars(compile_model(model).model)
     [record] = caplog.records
     assert record.message.startswith("triton is not installed: norms, rotations and gates run as torch's own operators")
 
@@ -208,49 +193,42 @@ def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_p
 class Rotated(nn.Module):
     """The attention of one layer with heads of 6 numbers: 4 of queries, 2 of keys, and 2 of values."""
 
-    num_fused = 1
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
 
     def forward(self, q, k, v, cos, sin, attend):
-        return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        return self.compute(q, k, v, cos, sin, attend)
 
 
-class ReadAgain(Rotated):
-    """The rotated queries are read again."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        q = apply_rotary(q, cos, sin)
-        return attend(0, q, apply_rotary(k, cos, sin), v) + q
+def plainly(q, k, v, cos, sin, attend):
+    return attend(1, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
 
 
-class OtherAngles(Rotated):
-    """The keys turn by other angles."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, sin, cos), v)
+def read_again(q, k, v, cos, sin, attend):
+    q = apply_rotary(q, cos, sin)
+    return attend(0, q, apply_rotary(k, cos, sin), v) + q
 
 
-class KeysAsValues(Rotated):
-    """The rotated keys are the values as well."""
-
-    num_fused = 0
-
-    def forward(self, q, k, v, cos, sin, attend):
-        k = apply_rotary(k, cos, sin)
-        return attend(0, apply_rotary(q, cos, sin), k, k)
+def with_other_angles(q, k, v, cos, sin, attend):
+    return attend(0, apply_rotary(q, cos, sin), apply_rotary(k, sin, cos), v)
 
 
-class WiderValues(Rotated):
+def with_keys_as_values(q, k, v, cos, sin, attend):
+    k = apply_rotary(k, cos, sin)
+    return attend(0, apply_rotary(q, cos, sin), k, k)
+
+
+def with_wider_values(q, k, v, cos, sin, attend):
     """There are more values than keys, which is for an attention of the user's own."""
-
-    def forward(self, q, k, v, cos, sin, attend):
-        return super().forward(q, k, torch.cat((v, v), 1), cos, sin, attend)
+    return plainly(q, k, torch.cat((v, v), 1), cos, sin, attend)
 
 
-def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it():
+@pytest.mark.parametrize(
+    ("compute", "num_fused"),
+    [(plainly, 1), (read_again, 0), (with_other_angles, 0), (with_keys_as_values, 0), (with_wider_values, 1)],
+)
+def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it(compute, num_fused):
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, num_heads, 6) for num_heads in (4, 2, 2))
     cos, sin = torch.randn(2, 3, 1, 6)
@@ -258,11 +236,10 @@ def test_a_rotation_moves_into_the_attention_if_only_the_attention_reads_it():
     def sums(layer, q, k, v):
         return q * k.sum(1, keepdim=True) + v.sum(1, keepdim=True)
 
-    for model_class in (Rotated, ReadAgain, OtherAngles, KeysAsValues, WiderValues):
-        model = compile_model(model_class()).model
-        assert kernels_of(model).count("RotatedAttention") == model_class.num_fused
-        expected = model_class()(q, k, v, cos, sin, sums)
-        torch.testing.assert_close(model(*(x.to(DEVICE) for x in (q, k, v, cos, sin)), sums).cpu(), expected)
+    model = compile_model(Rotated(compute)).model
+    assert kernels_of(model).count("RotatedAttention") == num_fused
+    found = model(*(x.to(DEVICE) for x in (q, k, v, cos, sin)), sums).cpu()
+    torch.testing.assert_close(found, compute(q, k, v, cos, sin, sums))
 
 
 def heads_of(num_tokens, generator):
@@ -292,7 +269,7 @@ def test_one_kernel_with_a_program_for_each_token_rotates_and_stores(in_groups):
     generator = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 5, 1, 6, generator=generator).to(DEVICE)
     q, k, v = heads_of(5, generator)
-    model, found = compile_model(Rotated()).model, []
+    model, found = compile_model(Rotated(plainly)).model, []
     for is_fused in (True, False):
         sizes = {"num_layers": 1 if in_groups else 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 2, "head_dim": 6}
         cache = KVCache(**sizes, device=DEVICE)

@@ -14,15 +14,7 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda.graphs import (
-    DECODE_SIZES,
-    PROMPT_SIZES,
-    CapturedGraphs,
-    CUDACapture,
-    StepGraphs,
-    StepSize,
-    prompt_sizes,
-)
+from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CUDACapture, StepGraphs, StepSize, prompt_sizes
 from nanoinfer.features.hybrid.groups import groups_of
 from nanoinfer.features.hybrid.tables import tables_of
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
@@ -113,41 +105,6 @@ def test_rows_and_caches_of_random_steps_are_those_of_eager_steps():
     assert check_random_steps(60, graphs_of(), random.Random(0)) > 40
 
 
-def test_steps_of_all_shapes_share_one_table_for_each_group():
-    graphs, tables = graphs_of(), {}
-
-    def run(batch):
-        for group, metadata in enumerate(groups_of(batch, BLOCK_SIZE)):
-            storage = metadata.block_tables.untyped_storage()
-            tables[group, storage.data_ptr()] = storage.nbytes()
-        return torch.zeros(len(batch.input_ids), 2)
-
-    graphs.prepare(run)
-    assert list(tables.values()) == [(MAX_NUM_ROWS + 16) * -(-MAX_MODEL_LEN // BLOCK_SIZE) * 4] * 2
-
-
-def test_padding_is_a_token_of_its_own_block_for_decodes_and_none_for_chunks():
-    graphs, model, seen = graphs_of(), Model(), []
-
-    def run(batch):
-        seen.append(batch)
-        return model(batch)
-
-    for lengths in ([(5, 1)] * 9, [(5, 1)] * 3 + [(4, 6), (0, 3)], [(0, 5)]):
-        graphs.try_replay(batch_of(lengths), run)
-        batch, num_decodes = seen[-1], sum(new == 1 for _, new in lengths)
-        num_chunks, start = len(lengths) - num_decodes, batch.attention.num_decodes
-        for group in groups_of(batch, BLOCK_SIZE):
-            assert torch.all(group.seq_lens[num_decodes:start] == 1)
-            assert torch.all(group.seq_lens[start + num_chunks :] == 0)
-            assert torch.all(group.block_tables[num_decodes:start] == NUM_BLOCKS)
-            num_tokens = sum(new for _, new in lengths) - num_decodes
-            padding = torch.cat((group.slot_mapping[num_decodes:start], group.slot_mapping[start + num_tokens :]))
-            assert torch.all(padding == NUM_BLOCKS * BLOCK_SIZE)
-            assert group.query_start_loc[: start + 1].tolist() == [*range(start + 1)]
-            assert torch.all(group.query_start_loc[start + num_chunks :] == start + num_tokens)
-
-
 def test_a_step_is_padded_to_the_smallest_shape_that_has_room():
     shapes, graphs = [], graphs_of()
 
@@ -179,15 +136,28 @@ def test_the_memory_decides_which_shapes_there_are():
     assert {shape.num_decodes for shape in shapes if shape.num_chunk_tokens} == {*DECODE_SIZES, 300}
 
 
-def test_all_shapes_are_captured_before_the_first_step_the_largest_first():
-    captured = []
+def recording(captured):
+    """A capture that keeps the numbers of rows."""
 
     def capture(run):
         captured.append(len(run()))
         return run_again(run)
 
-    graphs = graphs_of(capture)
-    assert len(graphs.prepare(Model())) == 64 + 19
+    return capture
+
+
+def test_all_shapes_are_captured_before_the_first_step_the_largest_first_and_share_a_table_for_each_group():
+    captured, tables, model = [], {}, Model()
+
+    def run(batch):
+        for group, metadata in enumerate(groups_of(batch, BLOCK_SIZE)):
+            storage = metadata.block_tables.untyped_storage()
+            tables[group, storage.data_ptr()] = storage.nbytes()
+        return model(batch)
+
+    graphs = graphs_of(recording(captured))
+    assert len(graphs.prepare(run)) == 64 + 19
+    assert list(tables.values()) == [(MAX_NUM_ROWS + 16) * -(-MAX_MODEL_LEN // BLOCK_SIZE) * 4] * 2
     assert captured == sorted(map(sum, graphs.shapes), reverse=True)
     assert check_random_steps(5, graphs, random.Random(1)) > 2
     assert len(captured) == len(graphs.shapes)
@@ -195,18 +165,13 @@ def test_all_shapes_are_captured_before_the_first_step_the_largest_first():
 
 def test_what_a_step_lacked_is_captured_when_nothing_runs_or_at_once():
     model, batch, captured = Model(), batch_of([(3, 1)] * 3), []
-
-    def capture(run):
-        captured.append(len(run()))
-        return run_again(run)
-
-    graphs = graphs_of(capture, on_first_use=False)
+    graphs = graphs_of(recording(captured), on_first_use=False)
     assert graphs.try_replay(batch, model) is None
     assert captured == []
     assert [graphs.capture_next(), graphs.capture_next(), graphs.capture_next()] == [True, True, False]
     assert captured == [64 + 19, 4]
     assert torch.equal(graphs.try_replay(batch, model), Model()(batch))
-    at_once = graphs_of(capture)
+    at_once = graphs_of(recording(captured))
     assert torch.equal(at_once.try_replay(batch, model), Model()(batch))
     assert captured == [64 + 19, 4] * 2
     assert not at_once.capture_next()
@@ -281,78 +246,58 @@ def test_after_a_capture_that_fails_kernels_are_launched_on_the_stream_of_before
     assert gpu.waits == [(runs[0], gpu.first), (gpu.first, runs[0])]
 
 
-def test_a_table_does_not_capture_what_it_has():
-    table = CapturedGraphs(run_again, lambda key: torch.zeros(key), str, int, on_first_use=True)
-    graph = table.find(3, 5)
-    assert table.find(3, 5) is graph
-    assert list(table.graphs) == [5, 3]
-    assert table.wanted == set()
-
-
 # ---- faults, which the comparison must find
+
+plain_fill = StepGraphs._fill
 
 
 def stale(name):
     """A tensor of the graphs that keeps what the first step of a shape has filled in."""
+    seen = set()
 
     def fill(self, shape, batch):
         tensors = {"starts": self._inputs[shape].attention.query_start_loc} | self._rows
         kept = tensors[name].clone()
         plain_fill(self, shape, batch)
-        if batch is not None and shape in self.seen:
+        if batch is not None and shape in seen:
             tensors[name].copy_(kept)
-        self.seen.add(shape)
+        seen.add(shape)
 
     return fill
 
 
-plain_fill = StepGraphs._fill
+def spoiled(spoil):
+    """Inputs to which something is done. spoil: takes them and the shape."""
+
+    def fill(self, shape, batch):
+        plain_fill(self, shape, batch)
+        if batch is not None:
+            spoil(self._inputs[shape].attention, shape)
+
+    return fill
 
 
-@pytest.mark.parametrize("name", ["ids", "positions", "lengths", "tables 0", "tables 1", "slots 0", "slots 1", "starts"])
-def test_the_comparison_notices_a_static_input_that_is_not_filled_again(name, monkeypatch):
-    monkeypatch.setattr(StepGraphs, "_fill", stale(name))
-    graphs = graphs_of()
-    graphs.seen = set()
+def begin_a_token_later(inputs, shape):
+    if shape.num_chunk_tokens:
+        inputs.query_start_loc[shape.num_decodes + 1 :] += 1
+
+
+STATIC = ("ids", "positions", "lengths", "tables 0", "tables 1", "slots 0", "slots 1", "starts")
+FAULTS = {f"{name} that are not filled again": stale(name) for name in STATIC} | {
+    "rows that read a key of the padding block": spoiled(lambda inputs, _: inputs.block_tables[:1, 0].fill_(NUM_BLOCKS)),
+    "a chunk that begins a token later": spoiled(begin_a_token_later),
+    "a slot off by one": spoiled(lambda inputs, _: inputs.slot_mapping[:1].add_(1)),
+    "padding in a block of a sequence": spoiled(
+        lambda inputs, _: inputs.slot_mapping.masked_fill_(inputs.slot_mapping == NUM_BLOCKS * BLOCK_SIZE, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_notices_inputs_that_are_filled_wrongly(fault, monkeypatch):
+    monkeypatch.setattr(StepGraphs, "_fill", FAULTS[fault])
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        check_random_steps(60, graphs, random.Random(0))
-
-
-def reads_padding(self, shape, batch):
-    """Real rows that read a key of the padding block."""
-    plain_fill(self, shape, batch)
-    if batch is not None:
-        self._inputs[shape].attention.block_tables[:1, 0] = NUM_BLOCKS
-
-
-def pads_a_row_too_many(self, shape, batch):
-    """A chunk that begins a token later."""
-    plain_fill(self, shape, batch)
-    starts = self._inputs[shape].attention.query_start_loc
-    if batch is not None and shape.num_chunk_tokens:
-        starts[shape.num_decodes + 1 :] += 1
-
-
-def slot_off_by_one(self, shape, batch):
-    plain_fill(self, shape, batch)
-    if batch is not None:
-        self._inputs[shape].attention.slot_mapping[0] += 1
-
-
-def padding_in_a_block_of_a_sequence(self, shape, batch):
-    plain_fill(self, shape, batch)
-    slots = self._inputs[shape].attention.slot_mapping
-    slots[slots == self._padding_slot] = 0
-
-
-FILLS = reads_padding, pads_a_row_too_many, slot_off_by_one, padding_in_a_block_of_a_sequence
-
-
-@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
-def test_the_comparison_notices_padding_that_is_read_or_written_elsewhere(fill, monkeypatch):
-    monkeypatch.setattr(StepGraphs, "_fill", fill)
-    with pytest.raises((AssertionError, IndexError)):
-        check_random_steps(30, graphs_of(), random.Random(0))
+        check_random_steps(60, graphs_of(), random.Random(0))
 
 
 def test_the_comparison_notices_the_graph_of_another_shape(monkeypatch):

@@ -1,4 +1,7 @@
-"""Every kernel of a compiled model gives the plain operation's numbers for every layout that the operation allows."""
+"""Every kernel of a compiled model gives the plain operation's numbers for every layout that the operation allows.
+
+Triton interprets the kernels on a CPU, and compiles them on a GPU.
+"""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +18,8 @@ from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation, RotatedAttention
 from nanoinfer.fast.cuda.draw_kernel import choose
-from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS
+from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
+from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedRotation
 from nanoinfer.models.layers import RMSNorm, apply_rotary
 from nanoinfer.sampling.batch import ParameterColumns
@@ -24,7 +28,7 @@ from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import metadata_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02}  # of numbers around 1
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.02}  # of numbers around 1
 
 
 def layouts(x):
@@ -79,13 +83,37 @@ def linear_of(weight, bias=None):
     return linear
 
 
-def gated(x, weight, bias):
-    gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
+def multiplied(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
+
+
+def gated(x, weight, bias):
+    return multiplied(nn.functional.linear(x, weight, bias))
 
 
 def added(x, weight, residual):
     return residual + nn.functional.linear(x, weight)
+
+
+def normed_by_kernel(x, weight):
+    return KernelRMSNorm(norm_of(weight))(x)
+
+
+def rotated_by_kernel(x, cos, sin, weight=None):
+    return KernelRotation(FusedRotation(None if weight is None else norm_of(weight)))(x, cos, sin)
+
+
+def merged_by_kernel(x, weight, bias):
+    return FewRowsLinear(linear_of(weight, bias))(x)
+
+
+def gated_by_kernel(x, weight, bias):
+    return GatedLinear(linear_of(weight, bias))(x)
+
+
+def added_by_kernel(x, weight, residual):
+    return AddedLinear(linear_of(weight), in_place=False)(x, residual)
 
 
 def added_in_place(x, weight, residual):
@@ -93,44 +121,29 @@ def added_in_place(x, weight, residual):
     return AddedLinear(linear_of(weight), in_place=True)(x, residual.contiguous().clone())
 
 
+FP32, FP16, BF16 = TOLERANCE
 # name -> the plain operation, the kernel's, the dtype and the shapes of their arguments
 CASES = {
-    "a norm": (normed, lambda x, weight: KernelRMSNorm(norm_of(weight))(x), torch.float32, [(3, 5, 24), (24,)]),
-    "a rotation": (
-        rotated,
-        lambda x, cos, sin, weight: KernelRotation(FusedRotation(norm_of(weight)))(x, cos, sin),
-        torch.float32,
-        [(5, 3, 16), (5, 1, 16), (5, 1, 16), (16,)],
-    ),
-    "a rotation and a store": (
-        rotated_and_kept,
-        rotated_and_stored,
-        torch.float32,
-        [(3, 4, 16), (3, 2, 16), (3, 2, 16)],
-    ),
-    "merged layers": (
-        nn.functional.linear,
-        lambda *given: FewRowsLinear(linear_of(*given[1:]))(given[0]),
-        torch.float16,
-        [(5, 48), (20, 48), (20,)],
-    ),
-    "merged layers, 3 axes": (
-        nn.functional.linear,
-        lambda *given: FewRowsLinear(linear_of(*given[1:]))(given[0]),
-        torch.float16,
-        [(2, 3, 48), (20, 48), (20,)],
-    ),
+    "a norm": (normed, normed_by_kernel, FP32, [(3, 5, 24), (24,)]),
+    "a norm of 1024 numbers": (normed, normed_by_kernel, BF16, [(5, 1024), (1024,)]),
+    "a rotation": (rotated, rotated_by_kernel, FP32, [(5, 3, 16), (5, 1, 16), (5, 1, 16), (16,)]),
+    "a rotation of 80 numbers": (rotated, rotated_by_kernel, BF16, [(5, 3, 80), (5, 1, 80), (5, 1, 80), (80,)]),
+    "a rotation without a norm": (apply_rotary, rotated_by_kernel, BF16, [(5, 3, 128), (5, 1, 128), (5, 1, 128)]),
+    "a rotation and a store": (rotated_and_kept, rotated_and_stored, FP32, [(3, 4, 16), (3, 2, 16), (3, 2, 16)]),
+    "a product of two halves": (multiplied, silu_and_mul, FP32, [(5, 160)]),
+    "a product of two halves of 1500": (multiplied, silu_and_mul, BF16, [(5, 3000)]),
+    "merged layers": (nn.functional.linear, merged_by_kernel, FP16, [(5, 48), (20, 48), (20,)]),
+    "a merged layer of odd sizes": (nn.functional.linear, merged_by_kernel, BF16, [(MAX_ROWS, 520), (17, 520), (17,)]),
+    "merged layers, 3 axes": (nn.functional.linear, merged_by_kernel, FP16, [(2, 3, 48), (20, 48), (20,)]),
+    "a residual in fp32": (added, added_by_kernel, FP32, [(5, 48), (30, 48), (5, 30)]),
+    "a residual in place in fp32": (added, added_in_place, FP32, [(5, 48), (30, 48), (5, 30)]),
+    "a residual of one vector": (added, added_by_kernel, FP16, [(5, 48), (30, 48), (30,)]),
 } | {
-    f"{name}, {len(shape)} axes, {shape[0]} rows": (plain, fused, torch.float16, [shape, *others(shape)])
+    f"{name}, {len(shape)} axes, {shape[0]} rows": (plain, fused, FP16, [shape, *others(shape)])
     for shape in ((5, 32), (MAX_ROWS + 1, 32), (2, 3, 32))
     for name, plain, fused, others in (
-        ("a gate", gated, lambda *given: GatedLinear(linear_of(*given[1:]))(given[0]), lambda shape: [(24, 32), (24,)]),
-        (
-            "a residual",
-            added,
-            lambda x, weight, residual: AddedLinear(linear_of(weight), in_place=False)(x, residual),
-            lambda shape: [(18, 32), (*shape[:-1], 18)],
-        ),
+        ("a gate", gated, gated_by_kernel, lambda shape: [(24, 32), (24,)]),
+        ("a residual", added, added_by_kernel, lambda shape: [(18, 32), (*shape[:-1], 18)]),
         ("a residual in place", added, added_in_place, lambda shape: [(18, 32), (*shape[:-1], 18)]),
         ("a shared residual in place", added, added_in_place, lambda shape: [(18, 32), (1, 18)]),
     )
@@ -142,14 +155,45 @@ def test_the_layout_of_no_argument_changes_a_number(name):
     plain, fused, dtype, shapes = CASES[name]
     torch.manual_seed(0)
     given = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+
+    def error(arguments, got):
+        expected = plain(*(x.double() for x in arguments))
+        assert (got.dtype, got.shape) == (dtype, expected.shape)
+        return (got.double() - expected).abs().max() / expected.abs().max()
+
     for i, argument in enumerate(given):
         for other in layouts(argument):
             arguments = [*given[:i], other, *given[i + 1 :]]
-            expected = plain(*(x.double() for x in arguments))
-            got = fused(*arguments)
-            assert (got.dtype, got.shape) == (dtype, expected.shape)
-            error = (got.double() - expected).abs().max() / expected.abs().max()
-            assert error < TOLERANCE[dtype], (i, other.shape, other.stride(), error)
+            assert error(arguments, fused(*arguments)) < TOLERANCE[dtype], (i, other.shape, other.stride())
+    assert error(given, fused(*given[:-1], given[-1].flip(-1))) > 0.05  # the comparison notices other numbers
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_a_product_is_added_in_place_where_nothing_reads_the_residual_again(dtype):
+    x, weight, residual = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((5, 48), (30, 48), (5, 30)))
+    for in_place in (False, True):
+        out = AddedLinear(linear_of(weight), in_place=in_place)(x, residual)
+        assert (out.data_ptr() == residual.data_ptr()) == in_place
+
+
+def test_a_row_has_the_same_bits_in_any_number_of_rows():
+    x, weight = torch.randn(MAX_ROWS, 300, device=DEVICE).bfloat16(), torch.randn(40, 300, device=DEVICE).bfloat16()
+    together = few_rows_linear(x, weight, None)
+    assert torch.equal(together[5:6], few_rows_linear(x[5:6], weight, None))
+
+
+def test_more_rows_fp32_and_weights_that_are_not_contiguous_are_torchs():
+    linear = nn.Linear(4, 6, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.empty(MAX_ROWS, 4, dtype=torch.bfloat16)
+    assert supports(x, linear)
+    assert not supports(torch.empty(MAX_ROWS + 1, 4, dtype=torch.bfloat16), linear)
+    assert not supports(torch.empty(1, 4), linear)
+    assert not supports(torch.empty(1, 2, 4, dtype=torch.bfloat16), linear)  # rows with more axes
+    assert not supports(torch.empty(4, 2, dtype=torch.bfloat16).t(), linear)
+    linear.bias = nn.Parameter(torch.empty(12, dtype=torch.bfloat16)[::2], requires_grad=False)
+    assert not supports(x, linear)
+    linear.bias, linear.weight = None, nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+    assert not supports(x, linear)
 
 
 @pytest.mark.parametrize("name", ["a norm", "a rotation"])

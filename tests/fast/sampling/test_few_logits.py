@@ -35,7 +35,7 @@ class ByTriton(Route):
 
 BY_TRITON = sampling_by(ByTriton())
 SAMPLERS = {"fast": sampling_by(few_logits.FewLogits()), "plain": sampling_by(), "as on a GPU": as_on_a_gpu}
-NUM_AS_ON_A_GPU = 4  # rows, because Triton's interpreter takes long
+NUM_AS_ON_A_GPU = 3  # rows, because Triton's interpreter takes long
 
 
 def disagreeing(logits, batch):
@@ -51,13 +51,8 @@ def disagreeing(logits, batch):
 @pytest.fixture
 def plain_rows(monkeypatch):
     """How many rows ran the plain stages, one number per call."""
-
-    def counting(logits, batch):
-        numbers.append(len(logits))
-        return original(logits, batch)
-
-    numbers, original = [], few_logits.sample_plainly
-    monkeypatch.setattr(few_logits, "sample_plainly", counting)
+    numbers, plainly = [], few_logits.sample_plainly
+    monkeypatch.setattr(few_logits, "sample_plainly", lambda *given: numbers.append(len(given[0])) or plainly(*given))
     return numbers
 
 
@@ -89,15 +84,17 @@ def random_batch(rng, num_rows, vocab_size, group=None):
     return batch_of(sequences, vocab_size)
 
 
-# By default every second pair, so that each kind has some sizes and each size has some kinds.
-@pytest.mark.parametrize(
-    ("vocab_size", "num_rows", "kind"),
-    [
-        pytest.param(*size, kind, marks=[pytest.mark.long] * ((i + k) % 2))
-        for i, size in enumerate([(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)])
-        for k, kind in enumerate(["random", "rounded to bf16", "few values", "constant"])
-    ],
-)
+SIZES = [(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_257, 24)]
+KINDS = ["random", "rounded to bf16", "few values", "constant"]
+# By default every third pair, so that each kind has some sizes and each size has some kinds.
+PAIRS = [
+    pytest.param(*size, kind, marks=[pytest.mark.long] * ((i + k) % 3 > 0))
+    for i, size in enumerate(SIZES)
+    for k, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "num_rows", "kind"), PAIRS)
 def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, kind):
     batch = random_batch(random.Random(f"{kind} {vocab_size}"), num_rows, vocab_size)
     assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
@@ -107,34 +104,17 @@ def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows,
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 128), (50_257, 4)])
 def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
-    rows = {name: len(getattr(batch.row_groups, f"{name}_rows")) for name in PARAMS}
-    assert rows == dict.fromkeys(PARAMS, 0) | {group: num_rows}
-    for kind in ("random", "rounded to bf16", "few values"):
+    assert len(getattr(batch.row_groups, f"{group}_rows")) == num_rows
+    for kind in KINDS[:3] if vocab_size < 50_257 else KINDS[:1]:
         assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
 
 
-def test_every_row_is_in_one_group():
-    batch = random_batch(random.Random(0), 500, 100)
-    groups = [getattr(batch.row_groups, f"{name}_rows") for name in PARAMS]
-    assert sorted(row for group in groups for row in group) == list(range(500))
-    assert min(map(len, groups)) > 20
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"TIE_MARGIN": 0, "NUM_TRIED": 1},
-        {"TIE_MARGIN": 1, "NUM_TRIED": 2},
-        {"TIE_MARGIN": 299, "NUM_TRIED": 299},
-        {"TIE_MARGIN": 9999, "NUM_TRIED": 9999},
-    ],
-)
-@pytest.mark.parametrize("kind", ["random", "rounded to bf16", "few values"])
-def test_the_sizes_of_the_fast_path_change_no_token(kind, sizes, monkeypatch):
-    for name, size in sizes.items():
-        monkeypatch.setattr(few_logits, name, size)
-    batch = random_batch(random.Random(kind), 256, 300)
-    assert disagreeing(random_logits(kind, 256, 300), batch) == []
+@pytest.mark.parametrize(("tie_margin", "num_tried"), [(0, 1), (1, 2), (299, 299), (9999, 9999)])
+def test_the_sizes_of_the_fast_path_change_no_token(tie_margin, num_tried, monkeypatch):
+    monkeypatch.setattr(few_logits, "TIE_MARGIN", tie_margin)
+    monkeypatch.setattr(few_logits, "NUM_TRIED", num_tried)
+    for kind in KINDS[:3]:
+        assert disagreeing(random_logits(kind, 256, 300), random_batch(random.Random(kind), 256, 300)) == []
 
 
 # ---- rows for which the largest logits are not enough
@@ -218,23 +198,22 @@ def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vo
 
 
 @pytest.mark.parametrize("group", PARAMS)
-@pytest.mark.parametrize("vocab_size", [6, 1000])
-def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(vocab_size, group):
+def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(group):
     """Only id 2 is allowed, and a logits processor masks it."""
     nothing = {
         "allowed_token_ids": [2],
         "logits_processors": [lambda p, o, logits: logits.index_fill(0, torch.tensor([2]), -INF)],
     }
     sequences = [sequence(0, **PARAMS[group]), sequence(1, **PARAMS[group], **nothing), sequence(2, **PARAMS[group])]
-    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
-    alone = [
-        SAMPLERS["plain"](logits[[row]].clone(), batch_of([sequences[row]], vocab_size)).read().token_ids[0] for row in (0, 2)
-    ]
-    for sampler in SAMPLERS.values():
-        sampled = sampler(logits.clone(), batch_of(sequences, vocab_size)).read()
-        assert sampled.token_ids == [alone[0], -1, alone[1]]
-        assert list(sampled.errors) == [1]
-        assert "apply_logits_processors" in sampled.errors[1]
+    for vocab_size in (6, 1000):
+        logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+        good = logits[::2].clone(), batch_of(sequences[::2], vocab_size)
+        first, last = SAMPLERS["plain"](*good).read().token_ids
+        for sampler in SAMPLERS.values():
+            sampled = sampler(logits.clone(), batch_of(sequences, vocab_size)).read()
+            assert sampled.token_ids == [first, -1, last]
+            assert list(sampled.errors) == [1]
+            assert "apply_logits_processors" in sampled.errors[1]
 
 
 @pytest.mark.parametrize("group", PARAMS)

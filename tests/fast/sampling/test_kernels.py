@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -33,7 +33,7 @@ def greedy_rows(num_rows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1023, 1024, 1025, 5000])
 def test_random_rows_with_ties(vocab_size, dtype):
-    for seed in range(20):
+    for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randint(-2, 3 if seed % 2 else 2000, (7, vocab_size), generator=generator).to(dtype)
         for num in {1, min(72, vocab_size), vocab_size}:
@@ -41,6 +41,7 @@ def test_random_rows_with_ties(vocab_size, dtype):
                 assert torch.equal(found, expected)
 
 
+@settings(max_examples=40)
 @given(st.data())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_numbers_that_are_not_finite(dtype, data):

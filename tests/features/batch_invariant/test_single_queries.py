@@ -1,6 +1,6 @@
 """Attention with one query at a time, by the example of AttentionMetadata."""
 
-from nanoinfer.features.batch_invariant.single_queries import InvariantRunner, single_queries
+from nanoinfer.features.batch_invariant.single_queries import single_queries
 from tests.execution.test_forward_batch import build, example
 
 
@@ -10,14 +10,3 @@ def test_every_token_of_a_chunk_is_a_sequence_that_ends_with_it():
     assert attention.seq_lens.tolist() == attention.seq_lens_cpu == [6, 1, 2, 3]
     assert attention.block_tables.tolist() == [[2, 5], [7, 0], [7, 0], [7, 0]]
     assert (attention.max_query_len, attention.num_decodes) == (1, 4)
-
-
-def test_the_runner_passes_on_each_step_with_single_queries():
-    class Inner:
-        def forward(self, batch):
-            return batch.attention
-
-    runner = InvariantRunner.__new__(InvariantRunner)
-    runner.inner = Inner()
-    batch = build(*example())
-    assert runner.forward(batch).seq_lens_cpu == [6, 1, 2, 3]

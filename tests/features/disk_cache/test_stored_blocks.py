@@ -80,10 +80,6 @@ def manager_with(contents=None, num_blocks=8, base=BlockManager, **store):
     return with_groups(base, StoredBlockManager)(num_blocks, 2, store=DictStore(contents=contents, **store))
 
 
-def keys_of(seq):
-    return seq.prefix_keys
-
-
 def run(manager, token_ids, cache_salt=None):
     """Compute a sequence, as steps do. Returns it and the number of tokens that were found."""
     seq = Sequence("r", list(token_ids), SamplingParams(), seed=0, max_num_tokens=1000, cache_salt=cache_salt)
@@ -96,18 +92,26 @@ def run(manager, token_ids, cache_salt=None):
     return seq, len(prefix) * manager.block_size
 
 
+def keep(manager, *prompts, cache_salt=None):
+    """Compute sequences, and free their blocks, one after the other."""
+    for token_ids in prompts:
+        manager.free(run(manager, token_ids, cache_salt)[0])
+
+
+def kept(*prompts, cache_salt=None, **sizes):
+    """The contents of a store after these sequences and the end of the manager."""
+    manager = manager_with(**sizes)
+    keep(manager, *prompts, cache_salt=cache_salt)
+    manager.close()
+    return manager.store.contents
+
+
 def test_another_manager_finds_what_the_first_one_had_in_memory():
-    first = manager_with()
-    seq, num_found = run(first, [5, 6, 7, 8, 9])
-    assert num_found == 0
-    first.free(seq)
-    first.close()
-    second = manager_with(first.store.contents)
+    second = manager_with(kept([5, 6, 7, 8, 9]))
     seq, num_found = run(second, [5, 6, 7, 8, 1])
     assert (num_found, second.store.filled) == (4, seq.block_table[:2])
-    assert second.store.touched == [
-        (key, 0) for key in seq.prefix_keys[::-1]
-    ]  # the first block of a prompt is the last that the store may lose
+    in_order = [(key, 0) for key in seq.prefix_keys[::-1]]  # the first block of a prompt is the last that the store may lose
+    assert second.store.touched == in_order
     assert run(second, [5, 6, 7, 8, 1])[1] == 4
     assert len(second.store.filled) == 2  # now they are in memory
     assert run(second, [5, 7, 7, 8, 1])[1] == 0
@@ -136,29 +140,27 @@ def test_a_key_is_the_digest_of_fingerprint_salt_and_all_tokens():
     for salt, root in ((None, bytes(32)), ("tenant", bytes(32) + b"tenant")):
         seq, _ = run(manager_with(), [5, 6, 7, 8, 9], salt)
         first = digest(hashlib.sha256(root).digest(), 5, 6)
-        assert keys_of(seq) == [first, digest(first, 7, 8)]
-    assert keys_of(run(manager_with(fingerprint=b"x" * 32), [5, 6, 7])[0]) != keys_of(run(manager_with(), [5, 6, 7])[0])
+        assert seq.prefix_keys == [first, digest(first, 7, 8)]
+    assert run(manager_with(fingerprint=b"x" * 32), [5, 6, 7])[0].prefix_keys != run(manager_with(), [5, 6, 7])[0].prefix_keys
 
 
 def test_without_a_store_a_key_has_no_fingerprint():
     seq, _ = run(BlockManager(8, 2), [5, 6, 7])
     root = hashlib.sha256(b"").digest()
-    assert keys_of(seq) == [hashlib.sha256(root + array("i", [5, 6]).tobytes()).digest()]
+    assert seq.prefix_keys == [hashlib.sha256(root + array("i", [5, 6]).tobytes()).digest()]
 
 
 def test_requests_with_another_salt_find_nothing_in_the_store():
-    first = manager_with()
-    first.free(run(first, [5, 6, 7], "a")[0])
-    first.close()
-    found = {salt: run(manager_with(dict(first.store.contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
+    contents = kept([5, 6, 7], cache_salt="a")
+    found = {salt: run(manager_with(dict(contents)), [5, 6, 7], salt)[1] for salt in (None, "a", "b")}
     assert found == {None: 0, "a": 2, "b": 0}
 
 
 def test_what_is_evicted_is_kept_and_found_again():
     manager = manager_with(num_blocks=3)
-    manager.free(run(manager, [5, 6, 7, 8, 9])[0])
+    keep(manager, [5, 6, 7, 8, 9])
     assert manager.store.contents == {}
-    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    keep(manager, [1, 2, 3, 4, 5])
     assert len(manager.store.contents) == 2
     assert run(manager, [5, 6, 7, 8, 9])[1] == 4
 
@@ -169,8 +171,8 @@ def test_a_block_in_memory_is_used_after_one_that_was_evicted_before_it():
             return min(candidates)
 
     manager = manager_with(num_blocks=4, base=FirstFirst)
-    manager.free(run(manager, [5, 6, 7, 8])[0])
-    manager.free(run(manager, [1, 1, 1, 1, 1])[0])  # two empty blocks, and the one of 5 and 6
+    keep(manager, [5, 6, 7, 8])
+    keep(manager, [1, 1, 1, 1, 1])  # two empty blocks, and the one of 5 and 6
     [kept] = manager.store.contents.values()
     assert kept == "block 0"
     seq, num_found = run(manager, [5, 6, 7, 8, 9])
@@ -184,16 +186,13 @@ def test_a_policy_that_evicts_a_block_in_use_is_told_so():
             return next(block for block in range(self.num_blocks) if block not in candidates)
 
     manager = manager_with(num_blocks=3, base=Wrong)
-    manager.free(run(manager, [5, 6, 7, 8])[0])
+    keep(manager, [5, 6, 7, 8])
     with pytest.raises(AssertionError, match="choose_evicted returns one of the candidates"):
         run(manager, [1, 1, 1, 1])
 
 
 def test_nothing_is_read_for_a_sequence_that_has_no_room():
-    first = manager_with()
-    first.free(run(first, [5, 6, 7, 8, 9])[0])
-    first.close()
-    second = manager_with(first.store.contents, num_blocks=3)
+    second = manager_with(kept([5, 6, 7, 8, 9]), num_blocks=3)
     other, _ = run(second, [1, 2, 3])
     assert len(second.match_prefix([5, 6, 7, 8, 9])) == 0
     assert second.store.filled == []
@@ -203,10 +202,8 @@ def test_nothing_is_read_for_a_sequence_that_has_no_room():
 
 def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later_one_goes_on():
     prompt = list(range(100, 111))
-    first = manager_with(num_blocks=12)
-    first.free(run(first, prompt)[0])
-    first.close()
-    manager = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    contents = kept(prompt, num_blocks=12)
+    manager = manager_with(contents, num_blocks=12, max_tokens_per_step=4)
     scheduler = Scheduler(SchedulerConfig(), manager, Told())
 
     def step(*new):
@@ -225,24 +222,20 @@ def test_while_sequences_run_a_step_reads_a_limited_number_of_tokens_and_a_later
     assert manager.store.touched == []
     assert step() == ({"running": 0, "long": 10, "later": 0}, 1)
     long = next(item for item in scheduler.running if item.request_id == "long")
-    assert manager.store.touched == [(key, 0) for key in keys_of(long)[4::-1]]  # each block once, and the first one last
-    alone = manager_with(first.store.contents, num_blocks=12, max_tokens_per_step=4)
+    assert manager.store.touched == [(key, 0) for key in long.prefix_keys[4::-1]]  # each block once, and the first one last
+    alone = manager_with(contents, num_blocks=12, max_tokens_per_step=4)
     assert run(alone, prompt)[1] == 10  # nobody waits for it
 
 
 def test_only_the_most_recently_used_blocks_are_kept_at_the_end_if_there_is_no_room_for_all():
-    manager = manager_with(max_blocks=3)
-    for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5]):
-        manager.free(run(manager, token_ids)[0])
-    manager.close()
-    contents = manager.store.contents
-    assert [run(manager_with(dict(contents)), token_ids)[1] for token_ids in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])] == [2, 4]
+    prompts = [5, 6, 7, 8, 9], [1, 2, 3, 4, 5]
+    contents = kept(*prompts, max_blocks=3)
+    assert [run(manager_with(dict(contents)), token_ids)[1] for token_ids in prompts] == [2, 4]
 
 
 def test_blocks_of_a_sequence_that_failed_are_kept_nowhere():
     manager = manager_with(num_blocks=3)
-    manager.free(run(manager, [5, 6, 7])[0])
-    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    keep(manager, [5, 6, 7], [1, 2, 3, 4, 5])
     seq, num_found = run(manager, [5, 6, 7])
     assert num_found == 2
     manager.forget_cached(seq)
@@ -252,11 +245,10 @@ def test_blocks_of_a_sequence_that_failed_are_kept_nowhere():
 
 def test_a_reset_leaves_the_store():
     manager = manager_with(num_blocks=3)
-    manager.free(run(manager, [5, 6, 7])[0])
-    manager.free(run(manager, [1, 2, 3, 4, 5])[0])
+    keep(manager, [5, 6, 7], [1, 2, 3, 4, 5])
     assert len(manager.store.contents) == 1
     manager.reset_prefix_cache()
-    manager.free(run(manager, [5, 6, 7])[0])
+    keep(manager, [5, 6, 7])
     assert run(manager, [1, 2, 3, 4, 5])[1] == 0
     manager.close()
     assert len(manager.store.contents) == 1
@@ -299,13 +291,13 @@ class StoredBlocks(BlockMachine):
 
 @pytest.mark.slow
 def test_every_token_is_where_its_block_table_says_whatever_the_store_loses():
-    machines.run(StoredBlocks, 40)
+    machines.run(StoredBlocks, 40, max_examples=60)
 
 
 @pytest.mark.slow
 def test_a_scheduler_keeps_its_rules_with_a_store():
     machine = type("StoredLoad", (machines.Load,), {"memory_cls": StoredMemory})
-    machines.check_random_loads(Scheduler, staticmethod(new_manager), machine, max_examples=50)
+    machines.check_random_loads(Scheduler, staticmethod(new_manager), machine, max_examples=30)
 
 
 class StoredStates(StoredMemory, States):
@@ -321,4 +313,4 @@ def test_every_state_is_where_its_sequence_reads_it_whatever_the_store_loses():
 
     classes = {"block_manager_cls": staticmethod(with_states), "memory_cls": StoredStates}
     machine = type("StoredBlocksAndStates", (StoredBlocks,), classes)
-    machines.run(machine, 40, max_examples=50)
+    machines.run(machine, 40, max_examples=30)

@@ -54,8 +54,8 @@ class Oracle:
         return drafts, least
 
 
-def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+def generate(llm, prompts, params, **more):
+    outputs = llm.generate(prompts, params, use_tqdm=False, **more)
     tiny_models.assert_nothing_is_left(llm)
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
@@ -97,64 +97,39 @@ def test_the_drafts_are_what_the_checkpoint_says_also_after_a_prefix_hit(path, e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eager", [False, True])
-def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, eager, tmp_path):
+def test_requests_with_adapters_have_the_tokens_of_the_merged_models(path, tmp_path):
     shapes = {name: shape for name, shape in linear_shapes(path).items() if not name.startswith("mtp.")}
     requests = [None]
     for i in range(2):
         write_adapter(tmp_path / str(i), shapes, seed=i, lora_alpha=16)
         requests.append(LoRARequest(f"adapter{i}", i + 1, str(tmp_path / str(i))))
     prompts, params = prompts_of(9, 45, 31), SamplingParams(temperature=0, max_tokens=12, detokenize=False)
-    merged = [LLM(path, lora=None if one is None else one.lora_path, enforce_eager=eager, **SETTINGS) for one in requests]
+    merged = [LLM(path, lora=one and one.lora_path, **SETTINGS) for one in requests]
     expected = [generate(llm, [prompt], params)[0] for llm, prompt in zip(merged, prompts, strict=True)]
-    llm = LLM(path, enable_lora=True, max_loras=2, enforce_eager=eager, speculative_config=MTP, **SETTINGS)
+    llm = LLM(path, enable_lora=True, max_loras=2, speculative_config=MTP, **SETTINGS)
     for _ in range(2):  # the second time after a prefix hit
-        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
-        assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
-    tiny_models.assert_nothing_is_left(llm)
+        assert generate(llm, prompts, params, lora_request=requests) == expected
     assert len({str(one) for one in expected}) == 3
     assert generate(llm, prompts, params) != expected  # the adapters change the tokens
     assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [2**22, 180_000])  # with the second one, sequences are preempted
-def test_the_tokens_are_those_of_plain_decoding(path, memory):
+def test_the_tokens_are_those_of_plain_decoding_also_of_preempted_sequences(path):
     prompts = prompts_of(1, 9, 45, 100, 45, 31)
     greedy, drawn = ({"temperature": 0.0}, {"temperature": 0.8, "n": 2})
-    params = [SamplingParams(seed=3, max_tokens=30, detokenize=False, **one) for one in (greedy, drawn) * 3]
-    plain = LLM(path, **SETTINGS)
-    expected = generate(plain, prompts, params)
-    llm = LLM(path, speculative_config=MTP, **SETTINGS | {"kv_cache_memory": memory, "max_num_seqs": 4})
+    params = [SamplingParams(seed=3, max_tokens=25, detokenize=False, **one) for one in (greedy, drawn) * 3]
+    expected = generate(LLM(path, **SETTINGS), prompts, params)
+    llm = LLM(path, speculative_config=MTP, **SETTINGS | {"kv_cache_memory": 180_000, "max_num_seqs": 4})
     for _ in range(2):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [[one.token_ids for one in output.outputs] for output in outputs] == expected
-        assert any(output.metrics.num_preemptions for output in outputs) == (memory < 2**22)
+        assert any(output.metrics.num_preemptions for output in outputs)
     tiny_models.assert_nothing_is_left(llm)
-    metrics = llm.engine.planner.counts
-    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    assert 0 < llm.engine.planner.counts.num_accepted_tokens < llm.engine.planner.counts.num_draft_tokens
     adaptive = LLM(path, speculative_config={"method": "mtp"}, **SETTINGS)
     assert generate(adaptive, prompts, params) == expected
     assert adaptive.engine.planner.proposer.block_manager.num_free_blocks == adaptive.engine.executor.info.num_blocks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_experts_draft_as_well(family, tmp_path):
-    path = tiny_models.add_mtp(tiny_models.save(family, tmp_path), unfused)
-    prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=20, detokenize=False)
-    llm = LLM(path, speculative_config=MTP, **SETTINGS)
-    assert generate(llm, prompts, params) == generate(LLM(path, **SETTINGS), prompts, params)
-    assert llm.engine.planner.counts.num_draft_tokens > 0
-
-
-@pytest.mark.slow
-def test_a_model_whose_layers_all_have_attention_drafts_as_well(tmp_path):
-    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path, layer_types=["full_attention"] * 3))
-    prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=20, detokenize=False)
-    llm = LLM(path, enforce_eager=True, speculative_config=MTP, **SETTINGS)
-    assert generate(llm, prompts, params) == generate(LLM(path, enforce_eager=True, **SETTINGS), prompts, params)
-    assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
 def unfused(tensors):
@@ -168,27 +143,22 @@ def unfused(tensors):
     return tensors
 
 
-def predictable(tensors):
-    """A model whose next token depends on the newest one only, and a module that knows it."""
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            tensors[name].zero_()
-    size = len(tensors["mtp.norm.weight"])
-    tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1)
-    tensors["mtp.pre_fc_norm_embedding.weight"].zero_()
-    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
-    return tensors
-
-
 @pytest.mark.slow
-def test_every_draft_of_a_module_that_is_right_is_accepted(tmp_path):
-    path = tiny_models.add_mtp(tiny_models.save("qwen3_5", tmp_path), predictable)
-    llm = LLM(path, speculative_config=MTP, **SETTINGS)
-    params = SamplingParams(temperature=0.9, seed=1, max_tokens=25, detokenize=False)
-    expected = generate(LLM(path, **SETTINGS), prompts_of(3, 40), params)
-    assert generate(llm, prompts_of(3, 40), params) == expected
-    metrics = llm.engine.planner.counts
-    assert metrics.num_accepted_tokens == metrics.num_draft_tokens >= 30
+@pytest.mark.parametrize(
+    ("family", "overrides", "change", "eager"),
+    [
+        ("qwen3_5_moe", {}, unfused, False),
+        ("qwen3_next", {}, unfused, True),
+        ("qwen3_5", {"layer_types": ["full_attention"] * 3}, lambda tensors: tensors, True),
+    ],
+    ids=["experts", "qwen3_next", "attention in all layers"],
+)
+def test_other_models_draft_as_well(family, overrides, change, eager, tmp_path):
+    path = tiny_models.add_mtp(tiny_models.save(family, tmp_path, **overrides), change)
+    prompts, params = prompts_of(9, 45), SamplingParams(temperature=0, max_tokens=15, detokenize=False)
+    llm = LLM(path, speculative_config=MTP, enforce_eager=eager, **SETTINGS)
+    assert generate(llm, prompts, params) == generate(LLM(path, enforce_eager=eager, **SETTINGS), prompts, params)
+    assert llm.engine.planner.counts.num_draft_tokens > 0
 
 
 def test_what_cannot_draft_is_refused(path, tmp_path, qwen3_path):

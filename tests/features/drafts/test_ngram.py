@@ -34,10 +34,6 @@ def test_a_draft_continues_the_longest_ngram_from_where_it_occurred_last(ids, lo
         assert index.continuation(ids[:end], limit) == continuation_by_definition(ids[:end], sizes, limit)
 
 
-def test_an_ngram_longer_than_the_text_is_not_found():
-    assert NGramIndex(range(3, 6)).continuation([7, 7], 4) == []
-
-
 def test_each_sequence_has_an_index_until_it_is_forgotten():
     proposer = NGramProposer(SpeculativeConfig(method="ngram"))
     first, second = (

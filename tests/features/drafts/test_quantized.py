@@ -1,5 +1,7 @@
 """Drafts of the model itself with rounded weights: the tokens stay those of plain decoding, and most drafts are right."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from nanoinfer import LLM, SamplingParams
@@ -14,13 +16,7 @@ from tests.helpers.lora_adapters import linear_shapes, write_adapter
 pytestmark = pytest.mark.slow
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128}  # rounded weights need inputs in multiples of 32
-FAMILIES = {
-    "qwen3": WIDTHS,
-    "gemma3_window": WIDTHS,
-    "gpt_oss_window": {"hidden_size": 64},
-    "qwen3_5": WIDTHS,
-    "qwen3_moe": WIDTHS,
-}
+FAMILIES = dict.fromkeys(("qwen3", "gemma3_window", "qwen3_5", "qwen3_moe"), WIDTHS) | {"gpt_oss_window": {"hidden_size": 64}}
 BY_DEFAULT = {("qwen3", "float32"), ("gemma3_window", "bfloat16"), ("qwen3_5", "float32")}
 SETTINGS = {"kv_cache_memory": 2**20, "block_size": 8, "seed": 0}
 PREFIX = [i * i % 90 for i in range(40)]
@@ -33,8 +29,8 @@ def drafting(bits=8, **more):
 
 def params():
     """Greedy and seeded requests. A draft and its token are drawn with the same random number."""
-    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1, detokenize=False)
-    seeded = SamplingParams(temperature=0.7, max_tokens=30, seed=3, n=2, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=1, detokenize=False)
+    seeded = SamplingParams(temperature=0.7, max_tokens=20, seed=3, n=2, detokenize=False)
     return [greedy, seeded, seeded, greedy, seeded]
 
 
@@ -98,14 +94,12 @@ def test_the_copy_has_the_adapters_of_requests(path_of, tmp_path):
 def test_new_weights_are_rounded_anew(path_of, tmp_path):
     other = tiny_models.save("qwen3", tmp_path, seed=1, **WIDTHS)
     llm = LLM(path_of("qwen3"), **SETTINGS, **drafting())
-    llm.update_weights_from_path(str(other))
-    assert answers(llm) == answers(LLM(other, **SETTINGS))
-    assert share_accepted(llm) > 0.6
-    llm.sleep(level=2)
-    llm.wake_up()
-    llm.update_weights_from_path(str(path_of("qwen3")))
-    assert answers(llm) == answers(LLM(path_of("qwen3"), **SETTINGS))
-    assert share_accepted(llm) > 0.6
+    for path in (other, path_of("qwen3")):
+        llm.update_weights_from_path(str(path))
+        assert answers(llm) == answers(LLM(path, **SETTINGS))
+        assert share_accepted(llm) > 0.6
+        llm.sleep(level=2)
+        llm.wake_up()
 
 
 def test_a_copy_in_4_bits_drafts_for_a_model_in_8_bits(path_of):
@@ -130,10 +124,7 @@ def test_what_the_copy_cannot_do_is_refused(more, error, message, path_of):
 
 
 def test_without_a_compiler_it_is_refused(path_of, monkeypatch):
-    def load(*given, **more):
-        raise UnsupportedError("no C++ compiler works")
-
-    monkeypatch.setattr(native, "load", load)
+    monkeypatch.setattr(native, "load", Mock(side_effect=UnsupportedError("no C++ compiler works")))
     with pytest.raises(UnsupportedError, match="'quantized' needs C\\+\\+ kernels on a CPU"):
         LLM(path_of("qwen3"), **SETTINGS, **drafting())
 

@@ -78,25 +78,28 @@ def test_of_a_draft_the_tokens_before_the_first_wrong_one_count():
     assert metrics.num_accepted_tokens_per_pos == [4, 0, 0]
 
 
-def test_nothing_is_drafted_behind_the_last_token():
+@pytest.mark.parametrize(
+    ("stop", "drafts"),
+    [({"max_tokens": 4}, (5, 6)), ({"stop_token_ids": [7]}, tuple(range(5, 12)))],
+    ids=["nothing is drafted behind the last token", "an answer ends within an accepted draft"],
+)
+def test_an_answer_ends_where_it_ends_without_drafts(stop, drafts):
     engine = engine_with(CountingProposer(), num_drafts=8)
-    assert finish(engine, engine.add_request([1, 2], params(max_tokens=4))) == [[3, 4, 5, 6]]
-    assert drafts_of(engine) == [[()], [(4, 5)]]  # the token behind the last draft is the last one
+    assert finish(engine, engine.add_request([1, 2, 3], params(**stop))) == [[4, 5, 6, 7]]
+    assert drafts_of(engine) == [[()], [drafts]]
 
 
-@pytest.mark.parametrize("stop", [{"stop_token_ids": [6]}, {"max_tokens": 3}])
-def test_an_answer_ends_within_an_accepted_draft(stop):
-    engine = engine_with(CountingProposer(), num_drafts=8)
-    assert finish(engine, engine.add_request([1, 2, 3], params(**stop))) == [[4, 5, 6]]
-
-
-def test_an_aborted_and_a_finished_sequence_are_forgotten():
+def test_an_aborted_and_a_finished_sequence_are_forgotten_and_a_closed_engine_drops_the_proposer():
     engine = engine_with(proposer := CountingProposer())
     first, second = engine.add_request([1], params()), engine.add_request([2], params())
     engine.step()
     engine.abort(first.request_id)
     finish(engine, second)
     assert set(proposer.forgotten) == {"0", "1"}
+    held = weakref.ref(engine.planner.proposer)  # which may hold a model
+    engine.close()
+    del proposer
+    assert held() is None
 
 
 @pytest.mark.parametrize("more", [{"repetition_penalty": 1.1}, {"logits_processors": [lambda p, o, logits: logits]}])
@@ -112,20 +115,6 @@ def test_a_draft_ends_before_the_token_that_ends_reasoning():
     request.sequences[0].constraints = (ReasoningState(bytes, end_id=9, budget=5, begin=0),)
     assert finish(engine, request) == [list(range(4, 13))]
     assert drafts_of(engine)[:3] == [[()], [(5, 6, 7)], [()]]  # at index 5 the reasoning must end
-
-
-def test_a_prompt_in_the_same_step_keeps_its_rows():
-    engine = engine_with(CountingProposer())
-    first = engine.add_request([1, 2], params())
-    engine.step()
-    second = engine.add_request([50, 51, 52], params(prompt_logprobs=0))
-    engine.step()
-    plan = engine.executor.launched[-1]
-    assert [item.num_packed_tokens for item in plan.scheduled] == [4, 3]
-    assert [index for _, index in plan.rows] == [0, 1, 2, 3, 6]
-    assert (plan.num_decode_tokens, plan.num_prefill_tokens) == (4, 3)
-    engine.abort(second.request_id)
-    finish(engine, first)
 
 
 def test_drafts_take_free_blocks_only_and_preempt_nobody():
@@ -144,20 +133,6 @@ def test_where_blocks_are_short_a_draft_is_cut_to_the_block_that_the_sequence_ha
     engine.step()
     assert drafts_of(engine) == [[(), ()], [(4, 5, 6, 7, 8), (54,)]]
     assert finish(engine, older, younger) == [list(range(3, 11)), list(range(53, 59))]
-
-
-def test_a_new_sequence_drafts_nothing_where_the_drafts_of_others_were_wrong():
-    engine = engine_with(CountingProposer(wrong_from=0), num_drafts=3, adaptive=True)
-    collect = engine.executor.collect
-    engine.executor.collect = lambda step: replace(collect(step), seconds={"forward": 0.02 + 0.01 * len(step.plan.rows)})
-    first = engine.add_request([1], params(max_tokens=30))
-    for _ in range(3):
-        engine.step()
-    finish(engine, first, engine.add_request([101], params(max_tokens=30)))
-    num_before = len(engine.executor.launched)
-    assert any(draft for drafts in drafts_of(engine)[:num_before] for draft in drafts)
-    finish(engine, engine.add_request([201], params()))
-    assert not any(draft for drafts in drafts_of(engine)[num_before:] for draft in drafts)
 
 
 def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
@@ -193,13 +168,6 @@ def test_a_step_has_no_more_rows_than_were_planned_for(monkeypatch):
     requests = [engine.add_request([i], params()) for i in (1, 101, 201)]
     finish(engine, *requests)
     assert max(len(plan.rows) for plan in engine.executor.launched) == 7
-
-
-def test_closing_the_engine_drops_the_proposer_which_may_hold_a_model():
-    engine = engine_with(CountingProposer())
-    proposer = weakref.ref(engine.planner.proposer)
-    engine.close()
-    assert proposer() is None
 
 
 def test_no_step_is_launched_before_the_tokens_of_the_previous_one_are_known():

@@ -51,7 +51,7 @@ def test_the_blocks_before_a_window(position, window, expected):
     assert num_blocks_before(position, window, 4) == expected
 
 
-def test_the_paged_definition_has_windows_and_sinks_and_reads_no_freed_block():
+def test_the_paged_definition_has_windows_and_sinks():
     sizes = {"block_size": 4, "num_kv_heads": 1, "group": 2, "head_dim": 8}
     for window, has_sinks in ((5, False), (None, True), (5, True)):
         assert compare("reference", [(20, 1), (9, 6)], window=window, has_sinks=has_sinks, **sizes) < 1e-5

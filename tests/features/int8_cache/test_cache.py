@@ -28,12 +28,6 @@ def test_a_stored_head_has_its_scale_after_it():
     assert stored_in(sizes, torch.bfloat16) is sizes
 
 
-def test_8_bits_are_off_by_at_most_half_a_step_of_each_head():
-    numbers = heads(7)
-    steps = numbers.abs().amax(-1, keepdim=True) / 127
-    assert ((numbers_of(quantized_heads(numbers)) - numbers).abs() <= steps / 2 * 1.001).all()
-
-
 def test_a_head_in_8_bits_is_integers_and_their_scale():
     heads = torch.tensor([[[0.0, 100.0, -254.0]], [[0.0, 0.0, 0.0]], [[1.0, float("inf"), 0.0]]])
     quantized = quantized_heads(heads)

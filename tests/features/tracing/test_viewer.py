@@ -81,22 +81,20 @@ def recorded(tmp_path_factory):
         llm.engine.step()
     path = tmp_path_factory.mktemp("viewer") / "recorded.html"
     recorder.to_html(path)
-    return SimpleNamespace(recorder=recorder, seen=seen, path=path)
+    stages = {}
+    for event in recorder.of(StageApplied):
+        stages.setdefault((event.sequence_id, event.position), []).append(event)
+    draws = {(event.sequence_id, event.position): event for event in recorder.of(TokenDrawn)}
+    return SimpleNamespace(recorder=recorder, seen=seen, path=path, stages=stages, draws=draws)
 
 
 @pytest.fixture(scope="module", params=["async_scheduling", "one step after the other"])
 def crowded(request, tmp_path_factory):
     """More tokens than the cache holds, so that there are preemptions and evictions. One request is aborted."""
     recorder = Recorder()
-    probe = LLM(block_size=8, kv_cache_memory=2**20)
-    per_block = 2**20 // probe.engine.block_manager.num_blocks
-    llm = LLM(
-        tracer=recorder,
-        block_size=8,
-        kv_cache_memory=15 * per_block,
-        chunk_size=16,
-        async_scheduling=request.param == "async_scheduling",
-    )
+    per_block = 2**20 // LLM(block_size=8, kv_cache_memory=2**20).engine.block_manager.num_blocks
+    given = {"chunk_size": 16, "async_scheduling": request.param == "async_scheduling"}
+    llm = LLM(tracer=recorder, block_size=8, kv_cache_memory=15 * per_block, **given)
     seen = looking_on(llm)
     for i, prompt in enumerate([PREFIX, "Lily was", PREFIX + " put", "Anna", "A fox", PREFIX]):
         params = SamplingParams(seed=i, max_tokens=25, ignore_eos=True, n=2 if i == 2 else 1)
@@ -206,6 +204,15 @@ def until(page, condition):
     raise AssertionError("waited for two minutes")
 
 
+def select(page, sequence_id, index):
+    go = "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s, s.tokens[i]); }"
+    page.evaluate(go, [sequence_id, index])
+
+
+def tokens_of(run, sequence_id):
+    return [event for event in run.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
+
+
 def as_seen(text):
     """A token as a label shows it."""
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
@@ -229,12 +236,6 @@ def go_to(page, step):
 # ---- the file
 
 
-def test_without_events_there_is_no_page(tmp_path):
-    with pytest.raises(InvalidValueError, match="no step of generate"):
-        Recorder().to_html(tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_the_page_holds_every_event_and_is_small(recorded):
     page = recorded.path.read_text(encoding="utf-8")
     assert len(page.encode()) < 2_000_000
@@ -245,7 +246,10 @@ def test_the_page_holds_every_event_and_is_small(recorded):
     assert page.count("</script>") == 1
 
 
-def test_it_opens_with_what_ran_in_its_header(recorded, show):
+# ---- moving
+
+
+def test_it_opens_with_what_ran_and_keys_slider_and_play_move_through_the_steps(recorded, show):
     page = show(recorded.path)
     header = page.inner_text("#facts")
     engine = recorded.recorder.of(EngineStarted)[0]
@@ -256,15 +260,7 @@ def test_it_opens_with_what_ran_in_its_header(recorded, show):
     assert not page.get_by_text("packed into one batch").is_visible()
     page.get_by_text("How to read this page").click()
     assert page.get_by_text("packed into one batch").is_visible()
-
-
-# ---- moving
-
-
-def test_keys_slider_and_play_move_through_the_steps(recorded, show):
-    page = show(recorded.path)
     last = len(recorded.seen) - 1
-    assert step_of(page) == 0
     for key, step in [("ArrowLeft", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)]:
         page.keyboard.press(key)
         assert step_of(page) == step
@@ -279,42 +275,14 @@ def test_keys_slider_and_play_move_through_the_steps(recorded, show):
     assert page.inner_text("#play") == "Pause"
     page.click("#play")
     stopped = step_of(page)
-    page.wait_for_timeout(500)
+    page.wait_for_timeout(350)  # longer than a step's pace
     assert step_of(page) == stopped
+    go_to(page, last - 1)
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Space")
-    until(page, lambda: step_of(page) > stopped)
-    page.keyboard.press("Space")
-    assert page.inner_text("#play") == "Play"
-    go_to(page, last - 1)
-    page.click("#play")
     until(page, lambda: page.inner_text("#play") == "Play")  # it stops by itself
     assert step_of(page) == last
-
-
-def test_n_and_p_move_through_the_tokens_of_a_sequence(recorded, show):
-    page = show(recorded.path)
-    positions = [event.position for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "2"]
-    position = lambda: int(re.search(r"position (\d+)", page.inner_text("#token p >> nth=0"))[1])  # noqa: E731
-    page.locator("#requests button.owner", has_text=re.compile("^2$")).press("Enter")  # selects, and does not move
-    assert step_of(page) == 0
-    assert page.locator("[aria-current=true]").inner_text() == "2"
-    for key, index in [("n", 0), ("n", 1), ("n", 2), ("p", 1), ("p", 0), ("p", 0), ("n", 1)]:
-        page.keyboard.press(key)
-        assert position() == positions[index]
-    page.keyboard.press("End")
-    page.keyboard.press("p")
-    last = position()
-    page.keyboard.press("n")
-    assert (last, position()) == (positions[-2], positions[-1])
-    chip = page.locator(".drawn-token >> nth=3")
-    chip.press("Space")  # like a click; it does not play
-    assert page.inner_text("#play") == "Play"
-    assert chip.get_attribute("aria-pressed") == "true"
-
-
-def test_the_speed_changes_how_fast_it_plays(recorded, show):
-    page = show(recorded.path)
+    page.keyboard.press("Home")
     paces = page.evaluate(
         """() => {
             const paces = [];
@@ -332,6 +300,47 @@ def test_the_speed_changes_how_fast_it_plays(recorded, show):
     page.keyboard.press("Home")
     page.keyboard.press("ArrowDown")
     assert (page.input_value("#speed"), step_of(page)) == ("0.5", 0)  # its keys are its own
+
+
+def test_keys_and_clicks_select_a_token(recorded, show):
+    page = show(recorded.path)
+    positions = [event.position for event in tokens_of(recorded, "2")]
+    position = lambda: int(re.search(r"position (\d+)", page.inner_text("#token p >> nth=0"))[1])  # noqa: E731
+    page.locator("#requests button.owner", has_text=re.compile("^2$")).press("Enter")  # selects, and does not move
+    assert step_of(page) == 0
+    assert page.locator("[aria-current=true]").inner_text() == "2"
+    for key, index in [("n", 0), ("n", 1), ("n", 2), ("p", 1), ("p", 0), ("p", 0), ("n", 1)]:
+        page.keyboard.press(key)
+        assert position() == positions[index]
+    page.keyboard.press("End")
+    page.keyboard.press("p")
+    last = position()
+    page.keyboard.press("n")
+    assert (last, position()) == (positions[-2], positions[-1])
+    chip = page.locator(".drawn-token >> nth=3")
+    chip.press("Space")  # like a click; it does not play
+    assert page.inner_text("#play") == "Play"
+    assert chip.get_attribute("aria-pressed") == "true"
+    width = page.evaluate("WIDTH")
+    for sequence_id, step in [("1", 11), ("0.1", 2), ("2", 30)]:
+        page.locator(f".track[data-sequence='{sequence_id}']").click(position={"x": (step + 0.5) * width, "y": 8})
+        assert step_of(page) == step
+        assert f", drawn in step {step}" in page.inner_text("#token p >> nth=0")
+        band, track = page.locator("#band").bounding_box(), page.locator(".track >> nth=1").bounding_box()
+        assert band["x"] == pytest.approx(track["x"] + step * width, abs=3)
+    for request, answer, index in [(0, 1, 17), (3, 0, 4), (2, 0, 0)]:
+        answers = page.locator(f"#requests details >> nth={request}").locator("p")
+        chip = answers.nth(1 + answer).locator(".drawn-token").nth(index)
+        chip.click()
+        sequence_id = f"{request}.{answer}" if answer else f"{request}"
+        token = tokens_of(recorded, sequence_id)[index]
+        assert page.inner_text("#token-title") == f"Token “{as_seen(token.token)}”"
+        assert f"id {token.token_id}, position {token.position}, drawn in step {step_of(page)}" in page.inner_text("#token")
+        assert chip.get_attribute("aria-pressed") == "true"
+        assert page.locator("[aria-pressed=true]").count() == 1
+    chip.focus()
+    page.keyboard.press("ArrowRight")  # the focus stays, and so does the sequence
+    assert page.inner_text("#token p >> nth=0").startswith("2 id ")
 
 
 def test_a_link_opens_the_page_where_it_was_copied(recorded, show):
@@ -354,13 +363,11 @@ def test_a_link_opens_the_page_where_it_was_copied(recorded, show):
     assert early.inner_text("#token .owner") == "2"
 
 
-@pytest.mark.parametrize("at", ["", "#step=1000", "#token=1", "#nonsense"])
+@pytest.mark.parametrize("at", ["", "#step=1000"])
 def test_it_opens_on_the_token_of_greatest_entropy(recorded, show, at):
-    entropies = {}
-    for event in recorded.recorder.of(StageApplied):
-        if event.stage == "model":
-            entropies[event.sequence_id, event.position] = event.entropy
-    sequence_id, position = max(entropies, key=entropies.get)
+    models = [event for event in recorded.recorder.of(StageApplied) if event.stage == "model"]
+    most = max(models, key=lambda event: event.entropy)
+    sequence_id, position = most.sequence_id, most.position
     page = show(recorded.path, at=at)
     assert page.inner_text("#token p >> nth=0").startswith(f"{sequence_id} id ")
     assert f"position {position}," in page.inner_text("#token p >> nth=0")
@@ -374,53 +381,26 @@ def test_it_opens_on_the_token_of_greatest_entropy(recorded, show, at):
     assert page.evaluate("scrollY") == 0
 
 
-def test_a_click_on_a_cell_goes_there(recorded, show):
-    page = show(recorded.path)
-    width = page.evaluate("WIDTH")
-    for sequence_id, step in [("1", 11), ("0.1", 2), ("2", 30)]:
-        page.locator(f".track[data-sequence='{sequence_id}']").click(position={"x": (step + 0.5) * width, "y": 8})
-        assert step_of(page) == step
-        [token] = [t for t in drawn_in(recorded.recorder, step) if t.sequence_id == sequence_id]
-        assert f"id {token.token_id}, position {token.position}, drawn in step {step}" in page.inner_text("#token p >> nth=0")
-        band, track = page.locator("#band").bounding_box(), page.locator(".track >> nth=1").bounding_box()
-        assert band["x"] == pytest.approx(track["x"] + step * width, abs=3)
-
-
-def test_a_click_on_a_token_selects_it_and_goes_to_its_step(recorded, show):
-    page = show(recorded.path)
-    for request, answer, index in [(0, 1, 17), (3, 0, 4), (2, 0, 0)]:
-        answers = page.locator(f"#requests details >> nth={request}").locator("p")
-        chip = answers.nth(1 + answer).locator(".drawn-token").nth(index)
-        chip.click()
-        sequence_id = f"{request}.{answer}" if answer else f"{request}"
-        token = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id][index]
-        assert page.inner_text("#token-title") == f"Token “{as_seen(token.token)}”"
-        assert token in drawn_in(recorded.recorder, step_of(page))
-        assert chip.get_attribute("aria-pressed") == "true"
-        assert page.locator("[aria-pressed=true]").count() == 1
-    chip.focus()
-    page.keyboard.press("ArrowRight")  # the focus stays, and so does the sequence
-    assert page.inner_text("#token p >> nth=0").startswith("2 id ")
-
-
-def drawn_in(recorder, step):
-    """The tokens that a step drew: those between the previous StepTimed and its own."""
-    tokens = []
-    for event in recorder.events:
-        if isinstance(event, TokenAppended):
-            tokens.append(event)
-        if isinstance(event, StepTimed):
-            if event.step == step:
-                return tokens
-            tokens = []
-    raise AssertionError(step)
-
-
 # ---- a step
 
 
-def test_the_timeline_marks_what_happened(crowded, show):
+def test_timeline_step_panel_and_pool_are_those_of_the_engine(crowded, show):
     page = show(crowded.path)
+    check_timeline(page, crowded)
+    for event, following in pairwise(crowded.recorder.events):
+        if isinstance(event, StepScheduled) and event.step % 11 == 0:
+            check_step(page, event, following)
+    assert check_pool(page, crowded, block_size=8) > 0
+    sentences = """() => run.rows.flatMap(sequence => sequence.tokens.map(token => explanationOf(token, sequence)))
+        .filter(text => text.includes("again, after a preemption"))"""
+    found = page.evaluate(sentences)
+    assert found
+    assert all(re.match(r"Step \d+ computed \d+ tokens? of prompt and output again, after a preemption", one) for one in found)
+    assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token")
+    assert page.locator("#stages, #intervals").count() == 0
+
+
+def check_timeline(page, crowded):
     steps = crowded.recorder.of(StepScheduled)
     num_preempted = sum(len(step.preempted) for step in steps)
     assert num_preempted > 0
@@ -433,47 +413,32 @@ def test_the_timeline_marks_what_happened(crowded, show):
     assert sum(int(text) for text in texts(page, ".track .prefill") if text not in ("", "1")) == sum(prefills)
 
 
-def test_the_step_panel_is_the_scheduler_and_the_batch(crowded, show):
-    page = show(crowded.path)
-    for event, following in pairwise(crowded.recorder.events):
-        if not isinstance(event, StepScheduled) or event.step % 7:
-            continue
-        assert isinstance(following, BatchBuilt)
-        go_to(page, event.step)
-        facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
-        assert facts == {
-            "running": str(len(event.running)),
-            "waiting": str(event.num_waiting),
-            "free blocks": f"{event.num_free_blocks} of 15",
-            "preempted": ", ".join(f"sequence {name}" for name in event.preempted) or "none",
-            "packed tokens": str(sum(event.num_new_tokens)),
-        }
-        runs = zip(event.sequence_ids, event.num_new_tokens, strict=True)
-        assert [re.sub(r"(prefill|decode|dropped) ", "", text) for text in texts(page, ".runs .owner")] == [
-            f"{sequence_id}: {num}" for sequence_id, num in runs
-        ]
-        table = page.evaluate(
-            "[...document.querySelectorAll('#batch tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
-        )
-        assert [row[0] for row in table] == [str(i) for i in range(len(following.input_ids))]
-        assert [int(row[3]) for row in table] == list(following.positions)
-        assert [row[4] for row in table] == [f"{slot // 8}·{slot % 8}" for slot in following.slot_mapping]
-        assert {i for i, row in enumerate(table) if row[5]} == set(following.logits_indices)
-        starts = following.query_start_loc
-        assert [table[start][1] for start in starts[:-1]] == list(following.sequence_ids)
+def check_step(page, event, following):
+    assert isinstance(following, BatchBuilt)
+    go_to(page, event.step)
+    facts = dict(zip(texts(page, "#step dt"), texts(page, "#step dd"), strict=True))
+    assert facts == {
+        "running": str(len(event.running)),
+        "waiting": str(event.num_waiting),
+        "free blocks": f"{event.num_free_blocks} of 15",
+        "preempted": ", ".join(f"sequence {name}" for name in event.preempted) or "none",
+        "packed tokens": str(sum(event.num_new_tokens)),
+    }
+    runs = zip(event.sequence_ids, event.num_new_tokens, strict=True)
+    assert [re.sub(r"(prefill|decode|dropped) ", "", text) for text in texts(page, ".runs .owner")] == [
+        f"{sequence_id}: {num}" for sequence_id, num in runs
+    ]
+    table = page.evaluate("[...document.querySelectorAll('#batch tbody tr')].map(r => [...r.cells].map(c => c.textContent))")
+    assert [row[0] for row in table] == [str(i) for i in range(len(following.input_ids))]
+    assert [int(row[3]) for row in table] == list(following.positions)
+    assert [row[4] for row in table] == [f"{slot // 8}·{slot % 8}" for slot in following.slot_mapping]
+    assert {i for i, row in enumerate(table) if row[5]} == set(following.logits_indices)
+    starts = following.query_start_loc
+    assert [table[start][1] for start in starts[:-1]] == list(following.sequence_ids)
 
 
-def test_the_pool_is_the_engines_own_in_every_step_when_it_is_crowded(crowded, show):
-    assert check_pool(crowded, show, block_size=8) > 0
-
-
-def test_the_pool_is_the_engines_own_in_every_step_when_much_is_shared(recorded, show):
-    assert check_pool(recorded, show, block_size=16) == 0
-
-
-def check_pool(run, show, block_size):
+def check_pool(page, run, block_size):
     """Compare every step with the engine's own state. Returns the number of evicted blocks."""
-    page = show(run.path)
     pools = page.evaluate(
         """run.steps.map(step => {
             goTo(step.index);
@@ -544,7 +509,10 @@ def test_blocks_of_several_kv_groups_have_their_groups_name_and_positions(show_e
     assert "sequence b had a prefix cache hit on block 6 of KV group 1" in page.inner_text("#pool-news")
 
 
-def test_pointing_at_a_block_shows_its_text(recorded, show):
+# ---- text and one token
+
+
+def test_text_can_be_read_searched_and_copied(recorded, show):
     page = show(recorded.path)
     go_to(page, 10)
     page.locator(".block >> nth=0").hover()
@@ -553,14 +521,7 @@ def test_pointing_at_a_block_shows_its_text(recorded, show):
     assert "Once upon a time, there was" in words
     page.locator(".block >> nth=1").focus()
     assert page.inner_text("#block-words").startswith("block 1")
-
-
-# ---- text and one token
-
-
-def test_the_text_panel_shows_tokens_step_by_step(recorded, show):
-    page = show(recorded.path)
-    tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "3"]
+    tokens = tokens_of(recorded, "3")
     [held] = [i for i, event in enumerate(tokens) if event.held == "She looked"]
     details = page.locator("#requests details >> nth=3")
     chips = details.locator(".drawn-token")
@@ -573,12 +534,9 @@ def test_the_text_panel_shows_tokens_step_by_step(recorded, show):
     assert details.locator(".tail").inner_text() == "ended: stop “She␣looked␣down”"
     assert details.locator(".later").count() == 0
     assert page.locator("#requests details >> nth=2").locator(".tail").inner_text() == "ended: length"
-
-
-def test_text_can_be_searched_and_copied(recorded, show):
-    page = show(recorded.path)
-    tokens = [event.token for event in recorded.recorder.of(TokenAppended) if event.sequence_id == "0"]
+    tokens = [event.token for event in tokens_of(recorded, "0")]
     answer = "".join(tokens)
+    page.keyboard.press("Home")
     assert "␣" not in page.inner_text("#requests")
     for phrase in ["Once upon a time, there was a kind duck", answer[:60], answer[-60:]]:
         assert page.evaluate("phrase => { getSelection().removeAllRanges(); return find(phrase); }", phrase)
@@ -592,20 +550,15 @@ def test_text_can_be_searched_and_copied(recorded, show):
     assert copied == "".join(tokens[:10])
     assert page.locator("canvas, svg").count() == 0
     assert page.evaluate("[...document.querySelectorAll('*')].every(e => getComputedStyle(e).userSelect !== 'none')")
-
-
-def test_times_leave_out_the_recording_of_stages(recorded, show):
-    page = show(recorded.path)
-    timed = recorded.recorder.of(StepTimed)[0]
-    assert timed.trace > 0
-    total = 1000 * (timed.schedule + timed.build + timed.forward + timed.sample + timed.advance)
-    legend = page.inner_text("#step .legend")
-    assert f"total {total:.{2 if total < 10 else 1}f} ms" in legend
-    assert "not included: recording the sampler's stages" in legend
-    arguments = RANDOM_MODELS["qwen3-0.6b"][1] | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-    sizes = ModelSizes.of(arguments)
-    ratio = (sizes.attention_weights + sizes.mlp_weights) / sizes.table_weights
-    assert f"its layers have {ratio:.1f} times the weights of its LM head" in page.inner_text("#step")
+    added = recorded.recorder.of(RequestAdded)[1]
+    prompt = page.locator("#requests details >> nth=1").locator("p >> nth=0")
+    assert prompt.text_content() == "".join(added.tokens)
+    assert "</script><b>bold</b>" in prompt.text_content()
+    assert page.locator("#requests b").count() == 4  # the headings
+    assert page.locator("img").count() == 0
+    assert "1 Once upon a </script><b>" in page.locator(".row >> nth=3").text_content()
+    page.locator("#requests details >> nth=1").locator(".drawn-token >> nth=0").click()
+    assert "repetition_penalty=1.2" in page.inner_text("#stages")
 
 
 def test_a_notebook_shows_the_page_in_a_frame(recorded, browser, tmp_path):
@@ -623,94 +576,29 @@ def test_a_notebook_shows_the_page_in_a_frame(recorded, browser, tmp_path):
         page.keyboard.press("n")
         assert frame.locator("#token-title").inner_text() != title
         assert not frame.locator("#link").inner_text()
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(200)
         assert page.url == notebook.as_uri()
     assert complaints == []
 
 
-def test_a_prompt_that_looks_like_markup_is_text(recorded, show):
-    page = show(recorded.path)
-    added = recorded.recorder.of(RequestAdded)[1]
-    prompt = page.locator("#requests details >> nth=1").locator("p >> nth=0")
-    assert prompt.text_content() == "".join(added.tokens)
-    assert "</script><b>bold</b>" in prompt.text_content()
-    assert page.locator("#requests b").count() == 4  # the headings
-    assert page.locator("img").count() == 0
-    assert "1 Once upon a </script><b>" in page.locator(".row >> nth=3").text_content()
-    page.locator("#requests details >> nth=1").locator(".drawn-token >> nth=0").click()
-    assert "repetition_penalty=1.2" in page.inner_text("#stages")
-
-
 def test_the_bars_are_the_stages_and_the_intervals_are_the_draw(recorded, show):
     page = show(recorded.path)
-    stages, draws = {}, {}
-    for event in recorded.recorder.events:
-        if isinstance(event, StageApplied):
-            stages.setdefault((event.sequence_id, event.position), []).append(event)
-        if isinstance(event, TokenDrawn):
-            draws[event.sequence_id, event.position] = event
     names = set()
     for row, sequence_id in enumerate(["0", "0.1", "1", "3"]):
-        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
-        for index in (row, len(tokens) // 2, len(tokens) - 1):
-            page.evaluate(
-                "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s); }", [sequence_id, index]
-            )
+        tokens = tokens_of(recorded, sequence_id)
+        for index in (row, len(tokens) - 1):
+            select(page, sequence_id, index)
             key = (sequence_id, tokens[index].position)
             shown = page.locator(".stage")
-            assert shown.count() == len(stages[key])
-            for i, stage in enumerate(stages[key]):
+            assert shown.count() == len(recorded.stages[key])
+            for i, stage in enumerate(recorded.stages[key]):
                 names.add(stage.stage)
                 check_stage(shown.nth(i), stage, tokens[index])
-            check_intervals(page, draws[key])
+            check_intervals(page, recorded.draws[key])
     assert {"model", "apply_repetition_penalty", "apply_temperature", "keep_min_p", "keep_top_k", "keep_top_p"} <= names
-
-
-def test_the_explanation_says_what_the_events_say(recorded, show):
-    page = show(recorded.path)
-    stages = {}
-    for event in recorded.recorder.of(StageApplied):
-        stages.setdefault((event.sequence_id, event.position), []).append(event)
-    draws = {(event.sequence_id, event.position): event for event in recorded.recorder.of(TokenDrawn)}
-    added = {event.request_id: event for event in recorded.recorder.of(RequestAdded)}
-
-    def explanation(sequence_id, index):
-        tokens = [event for event in recorded.recorder.of(TokenAppended) if event.sequence_id == sequence_id]
-        page.evaluate(
-            "([id, i]) => { const s = run.sequences.get(id); goTo(s.tokens[i].step.index, s, s.tokens[i]); }",
-            [sequence_id, index],
-        )
-        return tokens[index], page.inner_text("#explanation")
-
-    token, text = explanation("0", 0)
-    assert text.startswith(f"Step 0 computed {token.position} tokens of a prompt of {token.position} (prefill). The model gave")
-    assert "from the row of another answer" in explanation("0.1", 0)[1]
-    token, text = explanation("0", 9)
-    assert f"decode). The keys and values of the {token.position - 1} tokens before were read from the cache." in text
-    for index in range(1, 60, 7):
-        token, text = explanation("0", index)
-        applied, draw = stages["0", token.position], draws["0", token.position]
-        removed = {after.stage: before.num_left - after.num_left for before, after in pairwise(applied)}
-        for stage, name in [("keep_top_k", "top_k=5"), ("keep_top_p", "top_p=0.9"), ("keep_min_p", "min_p=0.001")]:
-            num = removed.get(stage, 0)  # a stage that changes nothing has no event
-            assert (f"{name} removed {num:,} token" in text) == (num > 0)
-        assert f"{applied[-1].num_left} w" in text
-        assert f"u = {draw.u:.4f} is in its interval [{draw.low:.4f}, {draw.high:.4f})" in text
-    token, text = explanation("2", 0)  # greedy, with a prefix cache hit
-    num_prompt = len(added["2"].prompt_token_ids)
-    assert "of the 16 tokens before were read" in text
-    assert f"of a prompt of {num_prompt} (prefill)" in text
-    assert "A greedy row (temperature=0) takes" in text
-    num_tokens = sum(event.sequence_id == "3" for event in recorded.recorder.of(TokenAppended))
-    assert explanation("3", num_tokens - 1)[1].endswith("It ended the sequence: stop.")
-
-
-def test_the_explanation_of_a_token_after_a_preemption_says_what_was_recomputed(crowded, show):
-    sentences = """() => run.rows.flatMap(sequence => sequence.tokens.map(token => explanationOf(token, sequence)))
-        .filter(text => text.includes("again, after a preemption"))"""
-    found = show(crowded.path).evaluate(sentences)
-    assert found
-    assert all(re.match(r"Step \d+ computed \d+ tokens? of prompt and output again, after a preemption", one) for one in found)
+    page.locator("#requests details >> nth=2").locator(".drawn-token >> nth=5").click()
+    assert "A greedy row (temperature=0) takes the most probable token" in page.inner_text("#explanation")
+    assert page.locator("#intervals .mark").count() == 0
 
 
 def check_stage(shown, stage, token):
@@ -749,17 +637,47 @@ def check_intervals(page, draw):
     assert drawn["x"] - 2 <= mark["x"] + 1 <= drawn["x"] + drawn["width"] + 2
 
 
-@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
-def test_greedy_rows_and_recordings_without_stages_say_so(recorded, crowded, show):
+def test_the_explanation_and_the_times_say_what_the_events_say(recorded, show):
     page = show(recorded.path)
-    page.locator("#requests details >> nth=2").locator(".drawn-token >> nth=5").click()
-    assert "A greedy row (temperature=0) takes the most probable token" in page.inner_text("#explanation")
-    assert page.locator("#intervals .mark").count() == 0
-    page = show(crowded.path)
-    assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token") or "No token" in page.inner_text("#token")
-    page.keyboard.press("End")
-    assert "Recorder(stages=True), or nanoinfer explain" in page.inner_text("#token")
-    assert page.locator("#stages, #intervals").count() == 0
+    added = {event.request_id: event for event in recorded.recorder.of(RequestAdded)}
+
+    def explanation(sequence_id, index):
+        tokens = tokens_of(recorded, sequence_id)
+        select(page, sequence_id, index)
+        return tokens[index], page.inner_text("#explanation")
+
+    token, text = explanation("0", 0)
+    assert text.startswith(f"Step 0 computed {token.position} tokens of a prompt of {token.position} (prefill). The model gave")
+    assert "from the row of another answer" in explanation("0.1", 0)[1]
+    token, text = explanation("0", 9)
+    assert f"decode). The keys and values of the {token.position - 1} tokens before were read from the cache." in text
+    for index in range(1, 60, 14):
+        token, text = explanation("0", index)
+        applied, draw = recorded.stages["0", token.position], recorded.draws["0", token.position]
+        removed = {after.stage: before.num_left - after.num_left for before, after in pairwise(applied)}
+        for stage, name in [("keep_top_k", "top_k=5"), ("keep_top_p", "top_p=0.9"), ("keep_min_p", "min_p=0.001")]:
+            num = removed.get(stage, 0)  # a stage that changes nothing has no event
+            assert (f"{name} removed {num:,} token" in text) == (num > 0)
+        assert f"{applied[-1].num_left} w" in text
+        assert f"u = {draw.u:.4f} is in its interval [{draw.low:.4f}, {draw.high:.4f})" in text
+    token, text = explanation("2", 0)  # greedy, with a prefix cache hit
+    num_prompt = len(added["2"].prompt_token_ids)
+    assert "of the 16 tokens before were read" in text
+    assert f"of a prompt of {num_prompt} (prefill)" in text
+    assert "A greedy row (temperature=0) takes" in text
+    assert explanation("3", len(tokens_of(recorded, "3")) - 1)[1].endswith("It ended the sequence: stop.")
+    page.keyboard.press("Home")
+    timed = recorded.recorder.of(StepTimed)[0]
+    assert timed.trace > 0
+    total = 1000 * (timed.schedule + timed.build + timed.forward + timed.sample + timed.advance)
+    legend = page.inner_text("#step .legend")
+    assert f"total {total:.{2 if total < 10 else 1}f} ms" in legend
+    assert "not included: recording the sampler's stages" in legend
+    arguments = RANDOM_MODELS["qwen3-0.6b"][1] | {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+    sizes = ModelSizes.of(arguments)
+    ratio = (sizes.attention_weights + sizes.mlp_weights) / sizes.table_weights
+    assert f"its layers have {ratio:.1f} times the weights of its LM head" in page.inner_text("#step")
+    assert check_pool(page, recorded, block_size=16) == 0
 
 
 # ---- odd recordings
@@ -790,6 +708,7 @@ def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
     llm.beam_search(PREFIX, BeamSearchParams(beam_width=3, max_tokens=8))
     with pytest.raises(InvalidValueError, match="no step of generate"):
         recorder.to_html(tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
     llm.generate(PREFIX, SamplingParams(max_tokens=4, seed=1), use_tqdm=False)
     recorder.to_html(tmp_path / "page.html")
     page = show(tmp_path / "page.html")
@@ -797,9 +716,6 @@ def test_beam_search_in_the_same_recording_is_passed_over(show, tmp_path):
     assert "hit" in page.locator(".block >> nth=0").inner_text()  # what the beams left behind is found
     page.keyboard.press("End")
     assert page.locator(".block.held").count() == 2
-
-
-# ---- looks
 
 
 def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_path):
@@ -829,40 +745,36 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
     assert f"{num_accepted} of {sum(len(event.draft_token_ids[0]) for event in steps.values())}" in page.inner_text("#facts")
     assert page.locator(".drawn-token.accepted").count() == num_accepted
     go_to(page, 0)
-    titles, sentences = [page.inner_text("#token-title")], []
-    for _ in range(29):
+    sentences = []
+    for token in recorder.of(TokenAppended)[1:13]:
         page.keyboard.press("n")
-        titles.append(page.inner_text("#token-title"))
+        assert page.inner_text("#token-title") == f"Token “{as_seen(token.token)}”"
         sentences.append(page.inner_text("#explanation"))
-    assert sum("which was therefore accepted" in sentence for sentence in sentences) == num_accepted
-    assert any("differs from it and was rejected" in sentence for sentence in sentences)
-    tokens = [event.token for event in recorder.of(TokenAppended)]
+    assert any("which was therefore accepted" in sentence for sentence in sentences)
+    every = page.evaluate("run.rows.flatMap(sequence => sequence.tokens.map(token => explanationOf(token, sequence)))")
+    assert sum("which was therefore accepted" in sentence for sentence in every) == num_accepted
+    assert any("differs from it and was rejected" in sentence for sentence in every)
     assert [event.token_id for event in recorder.of(TokenAppended)] == output.outputs[0].token_ids
-    assert titles == [f"Token “{as_seen(token)}”" for token in tokens]
+
+
+# ---- looks
 
 
 @pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
-def test_the_body_never_scrolls_sideways(recorded, crowded, show):
+def test_the_body_never_scrolls_sideways_and_every_text_has_enough_contrast(recorded, crowded, show):
     for run in (recorded, crowded):
-        page = show(run.path, viewport={"width": 360, "height": 740})
-        for width in (360, 860, 1280):
+        page = show(run.path, viewport={"width": 360, "height": 740}, color_scheme="light", reduced_motion="reduce")
+        assert page.evaluate("PACE") == 1200
+        page.get_by_text("How to read this page").click()
+        for width in (360, 860):
             page.set_viewport_size({"width": width, "height": 740})
-            for step in (0, 7, len(run.seen) - 1):
+            for step in (0, len(run.seen) - 1):
                 go_to(page, step)
                 assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert page.evaluate("byId('timeline').scrollWidth > byId('timeline').clientWidth") or width > 360
             band, panel = page.locator("#band").bounding_box(), page.locator("#timeline").bounding_box()
             assert panel["x"] < band["x"] < panel["x"] + panel["width"]  # the panel has scrolled to the step instead
-
-
-@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
-def test_every_text_has_enough_contrast(recorded, crowded, show):
-    page_colors = {"light": "rgb(244, 244, 241)", "dark": "rgb(20, 22, 26)"}
-    for run in (recorded, crowded):
-        page = show(run.path, color_scheme="light", reduced_motion="reduce")
-        assert page.evaluate("PACE") == 1200
-        page.get_by_text("How to read this page").click()
-        for scheme, color in page_colors.items():
+        for scheme, color in {"light": "rgb(244, 244, 241)", "dark": "rgb(20, 22, 26)"}.items():
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == color
             for step in (12, len(run.seen) - 1):

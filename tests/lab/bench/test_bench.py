@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from nanoinfer_lab.bench.offline import run_workload
 from nanoinfer_lab.bench.timing import RequestTiming, Run, figures
 from nanoinfer_lab.bench.workloads import Workload
 from nanoinfer_lab.cli import bench
-from nanoinfer_lab.simulate.costs import StepPart
 from tests.helpers import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -63,15 +61,13 @@ def test_the_prompts_of_a_session_grow():
     assert list(workload.arrivals) == sorted(workload.arrivals)
     prompts = workload.prompts(vocab_size=256, run=1)
     for long in (prompt for prompt in prompts if len(prompt) > 300):
-        [before] = [one for one in prompts if len(one) == len(long) - 500 and long[: len(one)] == one]
-        assert len(before) < len(long)
+        assert sum(long[:-500] == prompt for prompt in prompts) == 1
 
 
 def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
     first, second = SMALL.prompts(50, 1), SMALL.prompts(50, 2)
     assert [*map(len, first)] == [*map(len, second)] == [3, 9, 1]
-    assert first != second
-    assert first == SMALL.prompts(50, 1)
+    assert first == SMALL.prompts(50, 1) != second
     one, other = (workloads.WORKLOADS[name].prompts(50257, 1)[0][:32] for name in ("A", "C"))
     assert one != other
 
@@ -81,13 +77,10 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
     [
         ({"input_len": "0"}, "input_len must be a number of tokens such as 128, or a range such as 16-256, got '0'"),
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
-        ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
-        ({"burstiness": 0.0}, "burstiness must be finite and > 0, got 0.0"),
         ({"burstiness": math.inf, "request_rate": 2.0}, "burstiness must be finite and > 0, got inf"),
         ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; leave burstiness out"),
         ({"think_time": 5.0}, "turns must be > 1 with think_time 5.0, got 1; leave think_time out"),
-        ({"think_time": -1.0}, "think_time must be finite and > 0 seconds, got -1.0"),
         ({"think_time": math.inf, "turns": 2}, "think_time must be finite and > 0 seconds, got inf"),
     ],
 )
@@ -117,62 +110,31 @@ def test_every_token_of_a_workload_has_a_time():
     assert ours[1].arrival - ours[0].arrival == pytest.approx(0.3)
 
 
-def test_between_two_steps_a_workload_of_many_requests_costs_no_more_calls_than_one_of_few():
-    """Other engines are timed as a whole, so what is noted of each request must not take time while it runs."""
-
-    def most_calls(num_requests):
-        llm = LLM("tiny-gpt2", kv_cache_memory=2**22)
-        step, calls = llm.engine.step, []
-
-        def profiled(frame, event, arg):
-            calls[-1] += event in ("call", "c_call")
-
-        def counted_step():
-            sys.setprofile(None)
-            finished = step()
-            calls.append(0)
-            sys.setprofile(profiled)
-            return finished
-
-        llm.engine.step = counted_step
-        try:
-            run_workload(llm, Workload(name="x", input_lens=(3,) * num_requests, output_lens=(12,) * num_requests), 0)
-        finally:
-            sys.setprofile(None)
-        return max(calls[:-1])
-
-    assert most_calls(12) == most_calls(2)
-
-
-def test_the_parts_of_a_step_have_hand_checked_counts(gpt2_path):
-    """2 layers of 48, 4 heads, fp32: 48 x 144 + 48 x 48 weights in a layer's projections, 2 x 48 x 192 in its MLP."""
-    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
-    vocab_size = model.config.vocab_size
-    parts = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=3, num_new=1, context=10)}
-    projections, mlp = 2 * (48 * 144 + 48 * 48), 2 * 2 * 48 * 192
-    assert (parts["attention projections"].num_bytes, parts["attention projections"].num_operations) == (
-        4 * projections,
-        2 * 3 * projections,
-    )
-    assert (parts["MLP"].num_bytes, parts["MLP"].num_operations) == (4 * mlp, 2 * 3 * mlp)
-    assert parts["attention"].num_bytes == 3 * 10 * 2 * 48 * 2 * 4  # sequences, tokens, k and v, hidden, layers, bytes
-    assert parts["attention"].num_operations == 3 * 10 * 4 * 48 * 2
-    assert parts["cache write"].num_bytes == 3 * 2 * 48 * 2 * 4
-    assert parts["LM head"].num_operations == 2 * 3 * 48 * vocab_size
-    prefill = {part.name: part for part in roofline.count(model, torch.float32, num_seqs=1, num_new=4, context=4)}
-    assert prefill["attention"].num_operations == (1 + 2 + 3 + 4) * 4 * 48 * 2
-
-
 def parts_of(family, folder, **step):
     model = loader.on_meta(Checkpoint.open(str(tiny_models.save(family, folder / family))))[0]
     return {part.name: part for part in roofline.count(model, torch.float32, **step)}
+
+
+def test_the_parts_of_a_step_have_hand_checked_counts(tmp_path):
+    """2 layers of 48, 4 heads, fp32: 48 x 144 + 48 x 48 weights in a layer's projections, 2 x 48 x 192 in its MLP."""
+    parts = parts_of("gpt2", tmp_path, num_seqs=3, num_new=1, context=10)
+    projections, mlp = 2 * (48 * 144 + 48 * 48), 2 * 2 * 48 * 192
+    expected = {  # bytes and operations
+        "attention projections": (4 * projections, 2 * 3 * projections),
+        "MLP": (4 * mlp, 2 * 3 * mlp),
+        "attention": (3 * 10 * 2 * 48 * 2 * 4, 3 * 10 * 4 * 48 * 2),  # sequences, tokens, k and v, hidden, layers, bytes
+        "cache write": (3 * 2 * 48 * 2 * 4, 0),
+    }
+    assert {name: (parts[name].num_bytes, parts[name].num_operations) for name in expected} == expected
+    assert parts["LM head"].num_operations == 2 * 3 * 48 * tiny_models.VOCAB_SIZE
+    prefill = parts_of("gpt2", tmp_path, num_seqs=1, num_new=4, context=4)
+    assert prefill["attention"].num_operations == (1 + 2 + 3 + 4) * 4 * 48 * 2
 
 
 def test_windows_states_and_experts_have_hand_checked_counts(tmp_path):
     """A window of 24; two layers with a state of 4 x 12 x 8 and 80 x 3 numbers, and one of attention; 3 of 8 experts."""
     attention = parts_of("mistral_window", tmp_path, num_seqs=3, num_new=1, context=100)["attention"]
     assert attention.num_bytes == 3 * 24 * 2 * (2 * 2 * 8) * 4  # sequences, tokens, layers, a token's k and v, bytes
-    assert attention.num_operations == 3 * 24 * 2 * 4 * (4 * 8)
     attention = parts_of("mistral_window", tmp_path, num_seqs=1, num_new=10, context=100)["attention"]
     assert attention.num_bytes == 33 * 2 * (2 * 2 * 8) * 4  # the first of the ten sees 23 tokens before it
     attention = parts_of("mistral_window", tmp_path, num_seqs=1, num_new=26, context=26)["attention"]
@@ -183,29 +145,17 @@ def test_windows_states_and_experts_have_hand_checked_counts(tmp_path):
     assert mlp.num_bytes == 2 * (3 * (3 * 48 * 32) + 8 * 48) * 4  # layers, experts and router
 
 
-def test_all_sequences_of_a_workload_run_at_once_in_the_memory_that_bench_takes(tmp_path):
+def test_all_sequences_of_a_workload_run_at_once_in_the_memory_that_bench_takes_beside_a_draft_model(tmp_path):
     workload = described(num_prompts=16, input_len="60", output_len="4")
     large_states = {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 32}
     for family, overrides in (("qwen3_5", large_states), ("gemma3_window", {})):
         path, recorder = str(tiny_models.save(family, tmp_path / family, **overrides)), Recorder()
         with offline.load(path, [workload], dtype="auto", device="cpu", tracer=recorder) as llm:
             run_workload(llm, workload, 1)
-        scheduled = [event for event in recorder.events if isinstance(event, StepScheduled)]
-        assert [event.num_new_tokens for event in scheduled[-3:]] == [(1,) * 16] * 3
-
-
-def test_the_cache_of_a_draft_model_takes_nothing_from_the_workload():
-    workload, drafter = (
-        described(num_prompts=16, input_len="240", output_len="4"),
-        {"method": "draft_model", "model": "tiny-qwen3"},
-    )
+        assert [event.num_new_tokens for event in recorder.of(StepScheduled)[-3:]] == [(1,) * 16] * 3
+    drafter = {"method": "draft_model", "model": "tiny-qwen3"}
     with offline.load(None, [workload], dtype="auto", device="cpu", speculative_config=drafter) as llm:
         assert llm.info.num_blocks * llm.info.block_size >= sum(workload.num_tokens)
-
-
-def test_a_part_takes_as_long_as_the_slower_of_reading_and_computing():
-    assert StepPart("reads", 200, 10).seconds(100.0, 1000.0) == 2.0
-    assert StepPart("computes", 10, 5000).seconds(100.0, 1000.0) == 5.0
 
 
 def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
@@ -231,15 +181,12 @@ def test_the_least_time_of_a_run_is_that_of_its_steps(gpt2_path):
 
 
 def test_a_random_model_is_a_checkpoint_of_its_sizes(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        random_models.RANDOM_MODELS, "tiny", ("GPT2Config", {"n_embd": 48, "n_layer": 2, "n_head": 4}, "bfloat16")
-    )
+    sizes = {"n_embd": 48, "n_layer": 2, "n_head": 4}
+    monkeypatch.setitem(random_models.RANDOM_MODELS, "tiny", ("GPT2Config", sizes, "bfloat16"))
     random_models.write_checkpoint("tiny", tmp_path)
     model = loader.load_model(Checkpoint.open(str(tmp_path)))
     assert (model.config.hidden_size, model.config.vocab_size) == (48, 50257)
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
-    with pytest.raises(InvalidValueError, match=r"random_model must be one of gpt2, .*, got 'gpt5'"):
-        random_models.write_checkpoint("gpt5", tmp_path)
 
 
 def run(*arguments):
@@ -247,17 +194,6 @@ def run(*arguments):
 
 
 OWN = ("--model", "tiny-gpt2", "--num-prompts", "2", "--input-len", "4", "--output-len", "2-3", "--repeats", "1")
-
-
-def test_throughput_as_json():
-    result = run("throughput", *OWN, "--json")
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    (result,) = report["results"]
-    figures = result["figures"]
-    assert figures["num_prompt_tokens"] == 8
-    assert 4 <= figures["num_output_tokens"] <= 6
-    assert figures["output_tokens_per_s"] == pytest.approx(figures["num_output_tokens"] / figures["duration_s"])
 
 
 def test_a_report_has_each_request_what_was_counted_and_where_it_was_measured():
@@ -278,9 +214,11 @@ def test_a_report_has_each_request_what_was_counted_and_where_it_was_measured():
         assert (counts["prefix_cache_queries"], counts["prefix_cache_hits"], counts["num_preemptions"]) == (256, 0, 0)
         assert 0 < counts["spec_decode_num_accepted_tokens"] <= counts["spec_decode_num_draft_tokens"]
         for row in one["requests"]:
+            assert row["itl_ms"].count(0) > 0  # tokens of a draft arrive together
             assert (row["num_prompt_tokens"], row["num_output_tokens"], row["finish_reason"]) == (128, 60, "length")
             assert sum(row["itl_ms"]) == pytest.approx(59 * row["tpot_ms"], abs=0.1)
         assert one["requests"][1]["ttft_ms"] > sum(one["requests"][0]["itl_ms"])  # one sequence at a time
+        assert one["figures"]["output_tokens_per_s"] == pytest.approx(120 / one["figures"]["duration_s"])
     speeds = [one["figures"]["output_tokens_per_s"] for one in measured["runs"]]
     assert measured["figures"]["output_tokens_per_s"] == max(speeds)  # the upper of two medians
 
@@ -296,25 +234,11 @@ def test_a_run_has_what_the_counters_grew_by():
     assert (failed["arrival_s"], failed["ttft_ms"], failed["error"]) == (0.0, None, "refused")
 
 
-def test_throughput_is_a_table():
-    result = run("throughput", *OWN)
-    assert result.exit_code == 0, result.stderr
-    for word in ("yours", "output tok/s", "TTFT ms"):
-        assert word in result.stdout
-
-
-def test_latency_is_a_table_of_percentiles():
-    result = run("latency", *OWN)
-    assert result.exit_code == 0, result.stderr
-    for word in ("TTFT", "TPOT", "ITL", "p50 ms", "p95 ms", "p99 ms"):
-        assert word in result.stdout
-
-
-@pytest.mark.parametrize("command", ["throughput", "latency"])
-def test_the_help_defines_what_is_measured(command):
-    text = " ".join(run(command, "--help-all").stdout.split())
-    for words in ("TTFT, time to first token", "TPOT, time per output token", "ITL, inter-token latency", "Workloads: A one"):
-        assert words in text
+def test_a_report_is_a_table():
+    for command, words in (("throughput", ("yours", "output tok/s", "TTFT ms")), ("latency", ("TPOT", "ITL", "p95 ms"))):
+        result = run(command, *OWN)
+        assert result.exit_code == 0, result.stderr
+        assert [word for word in words if word not in result.stdout] == []
 
 
 def test_the_roofline_reports_shares_of_the_limit(small_roofline):
@@ -325,38 +249,6 @@ def test_the_roofline_reports_shares_of_the_limit(small_roofline):
     for phase in report["phases"]:
         assert phase["least_ms"] == pytest.approx(sum(part["least_ms"] for part in phase["parts"]))
         assert phase["share_of_limit"] == pytest.approx(phase["least_ms"] / phase["measured_ms"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--workload", "A,Z"), "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
-        (("--workload", "A", "--num-prompts", "1"), "give --workload, or --num-prompts for a workload of your own, not both"),
-        (("--random-model", "gpt5"), "--random-model must be one of gpt2,"),
-        (
-            ("--random-model", "gpt2", "--model", "tiny-gpt2"),
-            "give a model or a --random-model, not both, got 'tiny-gpt2' and 'gpt2'",
-        ),
-        (
-            ("--model", "tiny-gpt2", "--workload", "C"),
-            "workload C needs 1024 tokens at a time, but --max-model-len is 512; pick a",
-        ),
-        (("--input-len", "4"), "describe a workload of your own; give --num-prompts, too"),
-        (("--random-model", "gpt2", "--dtype", "int3"), "dtype must be one of auto, float32"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments, sentence):
-    result = run("throughput", *arguments)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert sentence in result.stderr
-
-
-def test_tokens_that_arrive_together_have_the_same_time():
-    llm = LLM(speculative_config={"method": "ngram", "adaptive": False}, seed=0)
-    workload = Workload(name="x", input_lens=(4,), output_lens=(30,), sampling={"allowed_token_ids": [5]})
-    [timing] = run_workload(llm, workload, 0)
-    assert len(timing.token_times) == 30
-    assert len(set(timing.token_times)) < 10
 
 
 RECORDING = """
@@ -385,30 +277,7 @@ def test_a_recording_gives_arrivals_lengths_and_shared_prefixes(recording):
     assert workloads.recorded(recording, num_prompts=2, sampling={}).arrivals == (0.0, 0.5005)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "5",
-        "{",
-        '{"timestamp": 1, "input_length": 4}',
-        '{"timestamp": -1, "input_length": 4, "output_length": 1}',
-        '{"timestamp": "soon", "input_length": 4, "output_length": 1}',
-        '{"timestamp": 1, "input_length": 0, "output_length": 1}',
-        '{"timestamp": 1, "input_length": 4, "output_length": 1.5}',
-        '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}',
-        '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": 3}',
-    ],
-)
-def test_a_line_of_a_recording_that_is_no_request_is_named(recording, line):
-    recording.write_text('{"timestamp": 1, "input_length": 4, "output_length": 1}\n' + line)
-    with pytest.raises(InvalidValueError, match=r"calls.jsonl, line 2, must be such as .* got"):
-        workloads.recorded(recording, sampling={})
-
-
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-"""
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
 
 
 def test_a_recording_of_azure_gives_arrivals_and_lengths(tmp_path):
@@ -416,18 +285,33 @@ def test_a_recording_of_azure_gives_arrivals_and_lengths(tmp_path):
     workload = workloads.recorded(path, sampling={})
     assert (workload.input_lens, workload.output_lens, workload.hash_ids) == ((374, 396), (44, 109), ())
     assert workload.arrivals == (0.0, pytest.approx(4.314579, abs=1e-5))
-    for line in ("2023-11-16 18:15:46.6805900,374,0", "2023-11-16 18:15:46.6805900,374", "today,374,44"):
-        path.write_text(AZURE + line)
-        with pytest.raises(InvalidValueError, match=r"azure.csv, line 4, must be such as 2023-11-16 .* got"):
-            workloads.recorded(path, sampling={})
 
 
-def test_a_recording_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(InvalidValueError, match="cannot be read"):
-        workloads.recorded(tmp_path / "missing.jsonl", sampling={})
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InvalidValueError, match="has no requests"):
-        workloads.recorded(tmp_path / "empty.jsonl", sampling={})
+GOOD_LINE = '{"timestamp": 1, "input_length": 4, "output_length": 1}\n'
+WRONG_LINE = "calls.jsonl, line 2, must be such as .* got"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (GOOD_LINE + "5", WRONG_LINE),
+        (GOOD_LINE + "{", WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": 1, "input_length": 4}', WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": -1, "input_length": 4, "output_length": 1}', WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": "soon", "input_length": 4, "output_length": 1}', WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": 1, "input_length": 4, "output_length": 1.5}', WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}', WRONG_LINE),
+        (GOOD_LINE + '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": 3}', WRONG_LINE),
+        (AZURE + "2023-11-16 18:15:46.6805900,374,0", "calls.jsonl, line 4, must be such as 2023-11-16 .* got"),
+        (AZURE + "today,374,44", "calls.jsonl, line 4, must be such as 2023-11-16 .* got"),
+        ("\n", "has no requests"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_recording_that_is_no_list_of_requests_is_refused(recording, text, sentence):
+    recording.unlink() if text is None else recording.write_text(text)
+    with pytest.raises(InvalidValueError, match=sentence):
+        workloads.recorded(recording, sampling={})
 
 
 def test_a_recording_is_run_under_a_policy_of_the_users(recording):
@@ -437,12 +321,6 @@ def test_a_recording_is_run_under_a_policy_of_the_users(recording):
     assert result.exit_code == 0, result.stderr
     [measured] = json.loads(result.stdout)["results"]
     assert (measured["workload"]["name"], measured["figures"]["num_requests"]) == ("calls", 3)
-
-
-def test_a_recording_and_lengths_of_the_users_are_refused(recording):
-    result = run("latency", "--trace", str(recording), "--input-len", "5")
-    assert result.exit_code == 1
-    assert "--trace gives the lengths and the arrivals" in result.stderr
 
 
 @pytest.fixture
@@ -477,39 +355,20 @@ def test_the_plain_versions_have_the_engines_tokens_and_batches_take_fewer_steps
     assert steps == [16, 16, 12, 10]  # 2 + 6 + 2 + 6, the longest of each pair, and 6 + 2 beside 2 + 6, which is one idle place
 
 
-def test_a_rung_has_the_medians_of_its_runs(gpt2_path):
-    """One request whose tokens come after 1, 2 and 4 seconds, or at half or a quarter of that speed."""
-    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
-    runs = [[RequestTiming(0.0, [1.0 * n, 2.0 * n, 4.0 * n], num_prompt_tokens=5, num_output_tokens=3)] for n in (4, 1, 2)]
-    steps = ((5, 5), (1, 6), (1, 7))  # new tokens, and those that the last of them sees
-    num_bytes = sum(
-        part.num_bytes
-        for num_new, context in steps
-        for part in roofline.count(model, torch.float32, num_seqs=1, num_new=num_new, context=context)
-    )
-    found = ladder.rung("any", runs, 1000.0, model, torch.float32)
-    assert found == ladder.Rung("any", 3 / 8, pytest.approx(num_bytes / 1000 / 8), 8000.0)
-
-
-def test_the_ladder_is_a_table_of_eleven_versions_with_one_more_idea_each(small_ladder, monkeypatch, capsys):
-    given, load = [], offline.load
+def test_the_ladder_has_eleven_versions_with_one_more_idea_each(small_ladder, monkeypatch):
+    names, given, load = {name for arguments in ladder.ENGINE.values() for name in arguments}, [], offline.load
 
     def loaded(checkpoint, workloads, **arguments):
         given.append({name: arguments.get(name) for name in names})
         return load(checkpoint, workloads, **arguments)
 
-    names = {name for arguments in ladder.ENGINE.values() for name in arguments}
     monkeypatch.setattr(ladder, "load", loaded)
     monkeypatch.setattr(roofline, "measure_bandwidth", lambda device: 1e9)
-    result = CliRunner().invoke(app, ["bench", "ladder", "--model", "tiny-gpt2", "--repeats", "1", "--json"])
+    result = run("ladder", "--model", "tiny-gpt2", "--repeats", "1", "--json")
     assert result.exit_code == 0, result.output
-    rungs = {rung["version"]: rung for rung in json.loads(result.stdout)["rungs"]}
-    assert list(rungs) == [*ladder.PLAIN, *ladder.ENGINE]
+    rungs = json.loads(result.stdout)["rungs"]
+    assert [rung["version"] for rung in rungs] == [*ladder.PLAIN, *ladder.ENGINE]
     assert len(rungs) == 11
     assert [sum(before[name] != after[name] for name in names) for before, after in pairwise(given)] == [2, 1, 2, 1, 2, 1]
-    assert all(rung["tokens_per_s"] > 0 and rung["bandwidth_share"] > 0 for rung in rungs.values())
-    bench._show_ladder({"machine": "this machine", "rungs": list(rungs.values())})
-    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a KV cache")]
-    rung = rungs["a KV cache"]
-    shown = [f"{rung['tokens_per_s']:.1f}", f"{rung['bandwidth_share']:.1%}", f"{rung['longest_pause_ms']:.0f}"]
-    assert row.removeprefix("a KV cache").split() == shown
+    assert all(rung["tokens_per_s"] > 0 and rung["bandwidth_share"] > 0 for rung in rungs)
+    bench._show_ladder({"machine": "this machine", "rungs": rungs})

@@ -35,37 +35,34 @@ GOOD = stream(*chat_events("a", "b", num_tokens=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("endpoint", [[], ["--chat"]])
-def test_the_counts_of_our_server_are_exact(endpoint):
+def test_the_counts_of_our_server_are_exact():
     for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2"):
         pytest.importorskip(name)
     from tests.helpers import http_server
 
+    options = "--num-prompts 6 --input-len 3-9 --output-len 4-20 --request-rate 100 --max-concurrency 4 --seed 1 --json"
+    described = workload(6, input_len="3-9", output_len="4-20", request_rate=100.0, seed=1)
     with http_server.serving() as server:
-        options = "--num-prompts 6 --input-len 3-9 --output-len 4-20 --request-rate 100 --max-concurrency 4 --seed 1"
-        result = bench(server, *options.split(), *endpoint, "--goodput", "ttft:60000 tpot:60000", "--json")
-        assert result.exit_code == 0, result.output
-        [measured] = json.loads(result.stdout)["results"]
-        found = measured["figures"]
-        described = workload(6, input_len="3-9", output_len="4-20", request_rate=100.0, seed=1)
-        assert (found["num_requests"], found["num_failed"], found["failures"]) == (6, 0, {})
-        assert found["num_output_tokens"] == sum(described.output_lens)
-        if not endpoint:
-            assert found["num_prompt_tokens"] == sum(described.input_lens)
-        assert found["goodput_requests_per_s"] == pytest.approx(found["requests_per_s"])
-        assert found["output_tokens_per_s"] == pytest.approx(found["num_output_tokens"] / found["duration_s"])
-        assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
-        [of_run] = measured["runs"]
-        assert [row["num_output_tokens"] for row in of_run["requests"]] == list(described.output_lens)
-        assert {row["finish_reason"] for row in of_run["requests"]} == {"length"}
-        if not endpoint:
-            assert of_run["counts"]["prefix_cache_queries"] == sum(described.input_lens)
-        table = bench(server, "--num-prompts", "2", "--output-len", "3", *endpoint).stdout
-        # No ITL, because the three tokens of a text arrive in one event where the machine is busy.
-        assert [name for name in ("TTFT", "TPOT", "E2EL", "mean ms", "p99 ms") if name not in table] == []
-        assert "2 requests in " in table
-        assert "6 output tokens, " in table
-        assert max(map(len, table.splitlines())) <= 80
+        for endpoint in ([], ["--chat"]):
+            result = bench(server, *options.split(), *endpoint, "--goodput", "ttft:60000 tpot:60000")
+            assert result.exit_code == 0, result.output
+            [measured] = json.loads(result.stdout)["results"]
+            found, [of_run] = measured["figures"], measured["runs"]
+            assert (found["num_requests"], found["num_failed"], found["failures"]) == (6, 0, {})
+            assert found["num_output_tokens"] == sum(described.output_lens)
+            assert found["goodput_requests_per_s"] == pytest.approx(found["requests_per_s"])
+            assert found["output_tokens_per_s"] == pytest.approx(found["num_output_tokens"] / found["duration_s"])
+            assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
+            assert [row["num_output_tokens"] for row in of_run["requests"]] == list(described.output_lens)
+            assert {row["finish_reason"] for row in of_run["requests"]} == {"length"}
+            if not endpoint:
+                assert found["num_prompt_tokens"] == sum(described.input_lens)
+                assert of_run["counts"]["prefix_cache_queries"] == sum(described.input_lens)
+        table = bench(server, "--num-prompts", "2", "--output-len", "3").stdout
+    # No ITL, because the three tokens of a text arrive in one event where the machine is busy.
+    words = ("TTFT", "TPOT", "E2EL", "mean ms", "p99 ms", "2 requests in ", "6 output tokens, ")
+    assert [name for name in words if name not in table] == []
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_the_times_are_those_of_the_chunks():
@@ -114,18 +111,14 @@ def test_failures_are_counted_by_their_sentence():
     assert counts == dict.fromkeys(bad, 1) | {"answered 500: out of memory": 2}
 
 
-def test_a_server_that_sends_nothing_for_too_long_is_an_error():
-    silent = [stream(chat_events("a")[0]), 0.5]
-    with fake_server.serving(silent) as server, pytest.raises(NanoinferError, match="sent nothing for too long"):
-        measure(server, 1, timeout=0.1)
-
-
-def test_failures_are_shown_and_are_the_exit_code():
+def test_failures_are_shown_and_are_the_exit_code_and_those_of_the_warm_up_are_an_error():
     with fake_server.serving(GOOD, reply(500, {"error": "busy"})) as server:
         result = bench(server, "--num-prompts", "3", "--chat")
     assert result.exit_code == 1
     assert "3 failed" in result.stdout
     assert f"failed 3 times: {server.url}/v1/chat/completions answered 500: busy" in result.stdout
+    with fake_server.serving(reply(500, {"error": "busy"})) as server, pytest.raises(NanoinferError, match="busy"):
+        measure(server, 1)
 
 
 def test_a_server_that_refuses_the_first_request_is_one_sentence():
@@ -138,27 +131,6 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
     assert "ignore_eos" not in server.bodies[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "give the --url of a server; `nanoinfer serve` starts one"),
-        (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1/v1"),
-        (["--url", "http://127.0.0.1:1"], "start one with `nanoinfer serve`, or correct the URL"),
-        (["--url", "localhost:8000"], "the URL must be such as http://127.0.0.1:8000 or https://host/v1"),
-        (["--url", "http://host:port"], "the URL must be such as"),
-        (["--url", "http://a/\nb"], "the URL must be such as"),
-        (["--url", "http://127.0.0.1:1", "--api-key", "a\nb"], "the API key has characters"),
-        (["--url", "http://127.0.0.1:1", "--goodput", "ttft"], "goodput must be such as ttft:200"),
-        (["--url", "http://127.0.0.1:1", "--input-len", "9"], "give --num-prompts, too"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments, words):
-    result = bench(None, *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -166,25 +138,22 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ("answer", "words"),
     [
         (reply(404, {"error": "no such model"}), "answered 404: no such model"),
-        (reply(422, {"detail": "no field"}), "answered 422: no field"),
         (reply(401, {"error": {"message": "no\nkey"}}), "answered 401: no key; give --api-key, or set OPENAI_API_KEY"),
         (reply(502, b"<html>" + b"x" * 10**6), "answered 502: <html>xxx"),
         (reply(503, b""), "answered 503: (no text)"),
-        (reply(302, b""), "answered 302"),
         (reply(200, {"choices": []}), "ended before its last event"),
         (stream(event(b"[1]")), "sent '[1]' where a JSON object was expected"),
-        (stream(event({"choices": "Hi"})), "which is not a chunk of OpenAI's API"),
         (stream(event({"choices": [{"delta": "Hi"}]})), "which is not a chunk of OpenAI's API"),
         (stream(chat_events("Once")[0], event({"error": {"message": "aborted"}})), "failed: aborted"),
         (CHUNKED + b"5\r\nabc", "broke (IncompleteRead"),
-        (CHUNKED + b"zz\r\n", "broke ("),
         (b"not HTTP", "broke ("),
+        ([stream(chat_events("a")[0]), 0.5], "sent nothing for too long"),
         (b"", "broke ("),
     ],
 )
 def test_a_server_that_fails_is_one_sentence(answer, words):
     with fake_server.serving(answer) as server, pytest.raises(NanoinferError) as caught:
-        measure(server, 1)
+        measure(server, 1, timeout=0.1 if isinstance(answer, list) else 120.0)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -198,10 +167,10 @@ def test_a_key_of_the_environment_is_sent_and_a_server_without_models_is_an_erro
     assert server.headers[0]["Authorization"] == "Bearer from the environment"
 
 
-@pytest.mark.parametrize("text", ["itl:5", "ttft:x", "ttft:-1", "ttft:nan", "ttft:"])
-def test_a_limit_that_is_none_is_refused(text):
-    with pytest.raises(InvalidValueError, match="with milliseconds > 0 and one of ttft, tpot, e2el, got"):
-        parse_goodput([f"tpot:5 {text}"])
+def test_a_limit_that_is_none_is_refused():
+    for text in ("itl:5", "ttft:x", "ttft:-1", "ttft:nan", "ttft:"):
+        with pytest.raises(InvalidValueError, match="with milliseconds > 0 and one of ttft, tpot, e2el, got"):
+            parse_goodput([f"tpot:5 {text}"])
 
 
 def test_figures_by_hand():
@@ -219,8 +188,3 @@ def test_figures_by_hand():
     assert (found.tpot_ms.mean, found.itl_ms.p50, found.e2el_ms.mean) == (150.0, 150.0, 400.0)
     nothing = figures(timings[2:], {})
     assert (nothing.requests_per_s, nothing.ttft_ms, nothing.goodput_requests_per_s) == (0.0, None, None)
-
-
-def test_a_warm_up_that_fails_is_an_error():
-    with fake_server.serving(reply(500, {"error": "busy"})) as server, pytest.raises(NanoinferError, match="busy"):
-        measure(server, 1)

@@ -13,43 +13,25 @@ from nanoinfer_lab.bench import workloads
 pytestmark = pytest.mark.slow
 
 
-def test_a_report_is_a_dated_entry_in_markdown_and_compares_what_is_too_large_for_a_padded_batch_with_the_roofline_alone(
-    small_roofline, monkeypatch
-):
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,C", "--device", "cpu"])
-    assert result.exit_code == 1
-    assert "workload C needs 1024 tokens at a time" in result.stderr
+def test_a_report_compares_what_is_too_large_for_a_padded_batch_with_the_roofline_alone(small_roofline, monkeypatch):
     monkeypatch.setattr(report, "LARGEST_BATCH", 200)
     # Transformers pads the first, and a wrong number of its tokens would be an error.
-    mixed = workloads.Workload(name="A", input_lens=(3, 9, 1), output_lens=(5, 1, 4))
-    sampling = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
-    sampled = workloads.Workload(name="E", input_lens=(2, 2), output_lens=(3, 3), sampling=sampling)
+    mixed = workloads.Workload(name="A", input_lens=(3, 9, 1), output_lens=(5, 1, 4), sampling={"top_k": 4, "top_p": 0.9})
     large = workloads.Workload(name="F", input_lens=(9, 90), output_lens=(3, 30))
-    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (mixed, sampled, large)})
-    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,E,F", "--device", "cpu"])
+    monkeypatch.setattr(workloads, "WORKLOADS", {one.name: one for one in (mixed, large)})
+    result = CliRunner().invoke(report.app, ["--model", "tiny-gpt2", "--workload", "A,F", "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("### tiny-gpt2 in float32 on ")
-    assert lines[0].endswith(str(datetime.date.today()))
-    assert "| workload | nanoinfer | transformers | ratio |" in lines
-    rows = [line for line in lines if line.startswith(("| A |", "| E |", "| F |"))]
-    assert len(rows) == 2
-    for name, row in zip("AE", rows, strict=True):
-        assert re.fullmatch(rf"\| {name} \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|", row)
-    assert sum(line.startswith("| decode, ") for line in lines) == 4
+    assert re.match(rf"### tiny-gpt2 in float32 on .*{datetime.date.today()}\n", result.stdout)
+    rows = re.findall(r"^\| ([AF]) \| [\d,]+ tok/s \| [\d,]+ tok/s \| \d+\.\d\d \|$", result.stdout, re.MULTILINE)
+    assert rows == ["A"]
+    assert result.stdout.count("\n| decode, ") == 4
     (row,) = re.findall(r"^\| F, [\d,]+ tok/s \| ([\d.,]+) \| ([\d.,]+) \| (\d+)% \|$", result.stdout, re.MULTILINE)
     least, measured, share = (float(number.replace(",", "")) for number in row)
     assert 0 < least < measured
     assert share == pytest.approx(100 * least / measured, abs=1)
 
 
-def test_a_prefill_is_shown_in_milliseconds():
-    result = compare.Comparison("C", True, {"nanoinfer": [4.0], "vllm": [2.0, 2.5, 9.0]})
-    assert (result.show("nanoinfer"), result.show("vllm"), result.ratios) == ("250 ms", "400 ms", {"vllm": 1.6})
-    assert compare.Comparison("A", False, {"nanoinfer": [1234.5]}).show("nanoinfer") == "1,234 tok/s"
-
-
-def test_a_line_of_results_has_the_median_and_the_range_of_every_run():
+def test_a_line_of_results_has_the_median_and_the_range_of_every_run_and_a_prefill_is_in_milliseconds():
     runs = {"nanoinfer": [5.0, 4.0, 8.0], "vllm": [2.0, 2.5, 1000 / 3]}
     prefill, other = (compare.Comparison(name, name == "C", runs, {"vllm": "vLLM 1.2"}) for name in ("C", "E, temperature 1.0"))
     first, second = compare.result_lines([prefill, other], "Zen 4", "GPT-2", "float32")
@@ -59,28 +41,14 @@ def test_a_line_of_results_has_the_median_and_the_range_of_every_run():
     assert (first["machine"], first["baseline"], first["date"]) == ("Zen 4", "vLLM 1.2", str(datetime.date.today()))
 
 
-def test_a_row_of_results_without_enough_runs_or_a_machine_is_refused(tmp_path):
-    for arguments in (["--repeats", "4", "--machine", "m", "--dtype", "float32"], ["--repeats", "5", "--dtype", "float32"]):
-        result = CliRunner().invoke(compare.app, ["--results", str(tmp_path / "r.jsonl"), *arguments])
-        assert "a row of results needs repeats >= 5, a machine and a dtype" in " ".join(result.stderr.split())
-
-
-def test_a_file_that_cannot_be_written_is_found_before_the_measurement(tmp_path, monkeypatch):
+def test_a_row_of_results_that_cannot_be_written_is_refused_before_the_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "compare", None)
-    arguments = ["--results", str(tmp_path / "no folder" / "r.jsonl"), "--machine", "m", "--repeats", "5", "--dtype", "float32"]
-    result = CliRunner().invoke(compare.app, arguments)
-    assert result.exit_code == 1
-    assert "r.jsonl: there is no such folder; give another path" in " ".join(result.stderr.split())
-
-
-def test_a_comparison_fits_80_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    speeds = {"nanoinfer": [1632.1], "transformers": [132.3], "llama.cpp": [12345.6]}
-    monkeypatch.setattr(compare, "compare", lambda *args, **options: [compare.Comparison("yours", False, speeds)])
-    printed = CliRunner().invoke(compare.app, []).stdout
-    assert max(map(len, printed.splitlines())) <= 80
-    words = ("workload", "engine", "ratio", "yours", "transformers", "1,632 tok/s", "12.34", "llama.cpp", "0.13")
-    assert [word for word in words if word not in printed] == []
+    for arguments, sentence in (
+        ("--repeats 4 --machine m", "a row of results needs repeats >= 5, a machine and a dtype"),
+        ("--repeats 5 --machine m", "r.jsonl: there is no such folder; give another path"),
+    ):
+        given = ["--results", str(tmp_path / "no folder" / "r.jsonl"), "--dtype", "float32", *arguments.split()]
+        assert sentence in " ".join(CliRunner().invoke(compare.app, given).stderr.split())
 
 
 def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
@@ -102,12 +70,8 @@ def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
     assert repeating["accepted"] == repeating["drafted"] > 30  # two runs of 39 tokens, nearly all of them drafted
     assert repeating["ratio"] == repeating["drafting"] / repeating["plain"] > 0
     assert repeating["propose_us"] > 0
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = CliRunner().invoke(speculation.app, ["--repeats", "1"]).stdout
-    assert "two streams" in shown
     refused = CliRunner().invoke(speculation.app, ["--train-steps", "2"])
     assert "--train-steps trains a random model, got none; give --random-model" in " ".join(refused.stderr.split())
-    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_every_case_of_the_sampler_is_timed(monkeypatch):
@@ -118,25 +82,17 @@ def test_every_case_of_the_sampler_is_timed(monkeypatch):
     assert len(cases) == 8
     for case in cases:
         assert case["ratio"] == pytest.approx(case["theirs_ms"] / case["ours_ms"])
-    shown = CliRunner().invoke(sampler.app, ["--repeats", "1"]).stdout
-    assert "64 rows" in shown
 
 
-def test_replacing_weights_is_measured_beside_loading(qwen3_path):
-    medians = weights.measure(str(qwen3_path), "float32", rounds=1)
-    assert list(medians) == ["load", "update_weights", "update_weights_from_path"]
-    assert min(medians.values()) > 0
-
-
-def test_adapters_of_requests_are_measured_beside_the_plain_model(qwen3_path):
-    medians = lora.measure(str(qwen3_path), "float32", rows=3, adapters=2, rank=4, tokens=2, rounds=1)
-    assert list(medians) == ["plain", "no row with an adapter", "2 adapters"]
-    assert min(medians.values()) > 0
-
-
-def test_a_restart_with_the_prefixes_of_a_folder_is_measured(qwen3_path):
-    medians = prefix_cache_dir.measure(str(qwen3_path), "float32", num_tokens=200, rounds=1)
-    assert list(medians)[-3:] == ["first token, cold", "in memory", "after a restart"]
+def test_weights_adapters_and_prefixes_of_a_folder_are_measured(qwen3_path):
+    path, small = str(qwen3_path), {"rows": 3, "adapters": 2, "rank": 4, "tokens": 2, "rounds": 1}
+    for medians, expected in (
+        (weights.measure(path, "float32", rounds=1), ["load", "update_weights", "update_weights_from_path"]),
+        (lora.measure(path, "float32", **small), ["plain", "no row with an adapter", "2 adapters"]),
+        (prefix_cache_dir.measure(path, "float32", 200, 1), ["first token, cold", "in memory", "after a restart"]),
+    ):
+        assert list(medians)[-3:] == expected
+        assert min(medians.values()) > 0
 
 
 def test_the_scheduler_is_timed_alone(monkeypatch, capsys):

@@ -47,15 +47,12 @@ def test_the_interval_of_a_ratio_is_welchs():
     assert [math.log(end) for end in (found.mean, found.low, found.high)] == pytest.approx([0, -half, half])
 
 
-def test_equal_samples_have_the_degrees_of_both():
+def test_equal_samples_have_the_degrees_of_both_and_a_single_run_has_no_interval():
     """Two samples of 2 with the same squared error 1 have 2 degrees together."""
     found = geometric_mean([1.0, math.e**2], [math.e, math.e**3])
     assert math.log(found.high) == pytest.approx(-1 + 4.303 * math.sqrt(2))
-
-
-def test_a_single_run_has_no_interval():
-    assert geometric_mean([8.0], [2.0, 2.0]).low is None
-    assert geometric_mean([8.0], [2.0, 2.0]).mean == pytest.approx(4)
+    alone = geometric_mean([8.0], [2.0, 2.0])
+    assert (alone.low, alone.mean) == (None, pytest.approx(4))
 
 
 def test_the_words_say_what_differs_and_what_does_not(tmp_path):
@@ -88,7 +85,7 @@ def test_other_machines_versions_and_failures_are_warned_of(tmp_path):
     assert compare(tmp_path, report(1.0), report(1.0)).stderr == ""
 
 
-def test_reports_of_different_workloads_are_refused(tmp_path):
+def test_reports_of_different_workloads_and_what_is_no_report_are_refused(tmp_path):
     longer = report(1.0)
     longer["results"][0]["workload"]["input_lens"] = [5]
     result = compare(tmp_path, report(1.0), longer)
@@ -96,12 +93,8 @@ def test_reports_of_different_workloads_are_refused(tmp_path):
     assert "workload yours is not the same in both reports, its input_lens differ" in result.stderr
     longer["results"][0]["workload"]["name"] = "B16"
     assert "different workloads, yours and B16; measure the same" in compare(tmp_path, report(1.0), longer).stderr
-
-
-@pytest.mark.parametrize(("text", "words"), [("[]", "is not a report; `nanoinfer bench"), ("{", "cannot be read (")])
-def test_what_is_no_report_is_refused(tmp_path, text, words):
-    compare(tmp_path, report(1.0), report(1.0))
-    (tmp_path / "a.json").write_text(text)
-    result = CliRunner().invoke(app, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert words in result.stderr
+    for text, words in (("[]", "is not a report; `nanoinfer bench"), ("{", "cannot be read (")):
+        (tmp_path / "a.json").write_text(text)
+        result = CliRunner().invoke(app, ["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert words in result.stderr

@@ -14,7 +14,6 @@ from benchmarks.device import __main__ as device
 from benchmarks.device import checks, processes
 from benchmarks.device.parts import PARTS, Part, Setup
 from benchmarks.device.processes import OTHER, ROOT, THIS
-from benchmarks.device.table import block_of
 from tests.helpers import forked, tiny_models
 
 # In the place of a part's program: a line in each turn, and then the end that the part's name says.
@@ -34,8 +33,7 @@ if part == "fails":
 def run_stubs(names, monkeypatch, seconds=60.0, device="sim", **more):
     monkeypatch.setattr(processes, "LAUNCH", STUB)
     monkeypatch.setattr(processes, "PARTS", tuple(Part(name, "", 10, **more.get(name, {})) for name in names))
-    lines = []
-    trees = {THIS: Path("a"), OTHER: Path("b")}
+    lines, trees = [], {THIS: Path("a"), OTHER: Path("b")}
     processes.run_parts(names, Setup(device, ""), trees, dict(os.environ), seconds, lines.append)
     return lines
 
@@ -50,87 +48,23 @@ def test_a_part_that_reaches_its_limit_or_fails_keeps_its_results_and_the_next_o
     assert ends["state"] == "done"
 
 
-def test_only_parts_that_are_compared_run_with_another_tree_and_then_in_turns(monkeypatch):
-    lines = run_stubs(["one", "both"], monkeypatch, both={"is_compared": True})
+def test_without_a_device_a_part_that_needs_one_takes_no_time_and_only_compared_parts_run_with_another_tree(monkeypatch):
+    more = {"one": {"needs_gpu": False}, "both": {"needs_gpu": False, "is_compared": True}}
+    lines = run_stubs(["gpu", "both", "one"], monkeypatch, device="", **more)
     folders = {name: [line["folder"] for line in lines if line["part"] == name and "what" in line] for name in ("one", "both")}
     assert folders == {"one": ["a"] * 3, "both": ["a", "b"] * 3}
+    assert lines[0] == {"part": "gpu", "state": "not run: it needs a CUDA device, and torch sees none; --simulate tries it"}
 
 
-def test_without_a_device_a_part_that_needs_one_says_so_and_takes_no_time_of_the_others(monkeypatch):
-    lines = run_stubs(["gpu", "waits"], monkeypatch, seconds=2.0, device="", waits={"needs_gpu": False})
-    first, *results, last = lines
-    assert [line["part"] for line in results] == ["waits"] * 3
-    assert first == {"part": "gpu", "state": "not run: it needs a CUDA device, and torch sees none; --simulate tries it"}
-    assert last["state"] == "stopped at its limit of 2 s; --parts waits repeats it"
-
-
-def test_the_engine_is_that_of_the_given_tree(tmp_path):
-    (tmp_path / "nanoinfer").mkdir()
-    (tmp_path / "nanoinfer" / "__init__.py").write_text("raise RuntimeError('the other engine')")
-    lines = []
-    processes.run_part(PARTS[-1], Setup("sim", ""), {OTHER: tmp_path}, dict(os.environ), 60.0, lines.append)
-    assert lines[0]["state"] == "failed"
-    assert "the other engine" in lines[0]["text"]
-
-
-def test_a_block_has_the_medians_and_the_ratios_of_both_trees():
-    rows = [
-        {"part": "steps", "tree": tree, "what": "A", "ms": ms} for tree, ms in [(THIS, 2), (OTHER, 4), (THIS, 4), (OTHER, 8)]
-    ]
-    machine = {"part": "machine", "tree": THIS, "what": "Tesla T4", "text": "torch 2.11.0"}
-    failed = {"part": "doctor", "state": "failed", "text": "an error"}
-    block = block_of([machine, *rows, {"part": "steps", "state": "done", "seconds": 3.0}, failed])
-    lines = block.splitlines()
-    assert lines[0].startswith("## Tesla T4, ")
-    assert "| A | 3 (6: 0.50) |" in lines
-    assert {"**steps**", "**doctor**: failed", "an error", "torch 2.11.0"} <= set(lines)
-
-
-def test_versions_below_those_that_pyproject_asks_for_are_named(monkeypatch):
-    versions = {"torch": "2.11.0+cu130", "transformers": "5.9.0", "triton": "3.6.0"}
-    found = [type("", (), {"metadata": {"Name": name}, "version": version}) for name, version in versions.items()]
-    monkeypatch.setattr(checks.metadata, "distributions", lambda: found)
-    text = checks.machine(True)["text"]
-    assert "transformers 5.9.0" in text
-    below = [line for line in text.splitlines() if "pyproject.toml" in line]
-    assert len(below) == 1
-    assert below[0].startswith("transformers 5.9.0 is below 5.2")
-
-
-def test_a_test_file_that_failed_names_its_tests():
-    failed = checks.tested("x", False, "FAILED tests/x.py::test_y - assert 1\n1 failed, 3 passed in 9.00s")
-    assert failed == {
-        "what": "x",
-        "passed": False,
-        "result": "1 failed, 3 passed in 9.00s",
-        "text": "FAILED tests/x.py::test_y - assert 1",
-    }
-    crashed = checks.tested("x", False, "Fatal Python error: Segmentation fault")
-    assert crashed["text"] == "Fatal Python error: Segmentation fault"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
+def test_mistakes_are_one_sentence():
+    for arguments, sentence in (
         (("--parts", "steps,all"), "parts must be some of doctor, tests, workloads, .*, got 'all'"),
-        (("--parts", "nano-vllm"), "and with nano_vllm=FOLDER nano-vllm"),
         (("--against", "tests"), "against must be a folder with nanoinfer/ in it, got 'tests'; give a checkout"),
-        (("--model", "nowhere", "--parts", "host"), "'nowhere' is no folder here"),
-        (("--output", "no folder/lines", "--simulate"), "cannot write no folder/lines: there is no such folder"),
         (("--block", "x.md", "--simulate"), "a block for x.md needs a CUDA device"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments, sentence):
-    result = CliRunner().invoke(device.app, arguments)
-    assert result.exit_code == 1
-    assert re.search(sentence, " ".join(result.stderr.split()))
-
-
-def test_without_triton_nothing_is_simulated_and_one_sentence_says_so(monkeypatch):
-    monkeypatch.setattr(device, "find_spec", lambda name: None)
-    result = CliRunner().invoke(device.app, ["--simulate", "--parts", "host"])
-    assert result.exit_code == 1
-    assert "simulate needs Triton and the other packages of the tests" in " ".join(result.stderr.split())
+    ):
+        result = CliRunner().invoke(device.app, arguments)
+        assert result.exit_code == 1
+        assert re.search(sentence, " ".join(result.stderr.split()))
 
 
 def test_every_test_file_that_chooses_a_gpu_where_there_is_one_is_among_those_of_make_gpu():
@@ -146,25 +80,12 @@ def test_the_command_prints_and_writes_each_line_and_ends_with_the_table(ending,
     monkeypatch.setattr(processes, "LAUNCH", f"{STUB}assert {str(tmp_path / 'model')!r} in sys.argv[-1]\n{ending}")
     monkeypatch.chdir(tmp_path)  # the parts run in the checkout
     (tmp_path / "model").mkdir()
-    arguments = [
-        "--simulate",
-        "--model",
-        "model",
-        "--parts",
-        "steps,doctor",
-        "--seconds",
-        "60",
-        "--output",
-        str(tmp_path / "lines"),
-    ]
+    arguments = "--simulate --model model --parts steps,doctor --seconds 60 --output lines".split()
     result = CliRunner().invoke(device.app, arguments)
     assert result.exit_code == exit_code
     written = (tmp_path / "lines").read_text()
-    assert result.stdout.startswith(written)
+    assert result.stdout.startswith(f"{written}## a simulated device, ")
     assert [json.loads(line)["part"] for line in written.splitlines()] == ["machine", *["doctor"] * 4, *["steps"] * 4]
-    table = result.stdout[len(written) :]
-    assert table.startswith("## a simulated device, ")
-    assert "| doctor | 1 | " in table
 
 
 # ---- on the simulated device
@@ -197,7 +118,8 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 @pytest.mark.long
 def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
-    names = ["engine:workloads", "engine:steps", "engine:latency", "engine:graphs", "kernels:bandwidths", "host:steps"]
+    names = [*(f"engine:{name}" for name in ("workloads", "steps", "latency", "graphs", "prompts")), "kernels:bandwidths"]
+    names.append("host:steps")
     found = results_of(names, tmp_path)
     assert found["A"]["tokens/s"] > 0
     for overlaps in ("with", "without"):
@@ -212,17 +134,10 @@ def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
     assert min(graphs["nodes"]) > 0
     kernels = {"qkv, 1 rows", "qkv, 16 rows", "head, 16 rows", "down, 1 rows", "attention, 2 x 5", "draw, 2 rows"}
     assert kernels <= found.keys()
-    assert found["1 rows, greedy"]["Python calls"] < found["16 rows, greedy"]["Python calls"]
-
-
-@needs_triton
-@pytest.mark.long
-def test_prompt_steps_are_those_of_eager_ones(tmp_path):
-    found = results_of(["engine:prompts"], tmp_path)
-    assert found.keys() == {"a prompt of 5", "3 prompts in chunks"}
-    for compared in found.values():
+    for compared in (found["a prompt of 5"], found["3 prompts in chunks"]):
         assert compared["equal answers"] == 1
         assert compared["difference of logprobs"] < 1e-5
+    assert found["1 rows, greedy"]["Python calls"] < found["16 rows, greedy"]["Python calls"]
 
 
 @needs_triton

@@ -6,12 +6,10 @@ import sys
 from itertools import pairwise
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from nanoinfer import LLM, SamplingParams, parse_chat_answer
 from tools.calls import documents, train
-from tools.calls.documents import KINDS, TAGS, UNSEEN, train_tokenizer, write_conversation
+from tools.calls.documents import KINDS, TAGS, train_tokenizer, write_conversation
 
 pytestmark = pytest.mark.slow
 
@@ -45,25 +43,6 @@ def test_a_call_is_of_an_offered_tool_and_the_answer_ends_with_its_result():
     assert num_calls > 150
 
 
-def test_only_the_measured_kinds_have_the_unseen_words():
-    unseen = {word for words in UNSEEN.values() for word in words}
-    names = {part for c in conversations() for f in c.functions for part in f["name"].split("_")}
-    assert not names & unseen
-    for kind in ("a property, word unseen", "an action, word unseen"):
-        for conversation in conversations(kind, num=20):
-            assert unseen & {part.lower() for f in conversation.functions for part in f["name"].split("_")} or any(
-                word.capitalize() in f["name"] for f in conversation.functions for word in unseen
-            )
-
-
-def test_a_word_has_the_same_tokens_everywhere_and_any_text_is_spelled(tokenizer):
-    [found] = {tuple(tokenizer.encode(f"{before}lobek{after}"))[1:-1] for before, after in ((" ", " "), ("(", ")"), ("/", "."))}
-    assert tokenizer.decode(found) == "lobek"
-    assert len(tokenizer.encode("12345")) == 5
-    for text in ("🦊", "naïve\n\tzebra", "<tool_call>", '{"a": "b"}\n'):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_that_count_are_the_replies_as_nanoinfer_parses_them(tokenizer, kind):
     for conversation in conversations(kind, num=20):
@@ -82,22 +61,6 @@ def test_the_tokens_that_count_are_the_replies_as_nanoinfer_parses_them(tokenize
             assert [(f["name"], json.loads(f["arguments"])) for f in found] == [(f["name"], f["arguments"]) for f in calls]
 
 
-def test_a_step_has_conversations_of_like_length_and_their_loss_without_the_padding(tokenizer):
-    torch.manual_seed(0)
-    model = train.build_model(len(tokenizer), tokenizer.eos_token_id).eval()
-    for step in range(4):
-        input_ids, targets = train.make_batch(tokenizer, step, is_easy=False)
-        assert input_ids.numel() <= train.TOKENS_PER_STEP or len(input_ids) == 1
-        losses = []
-        for row, row_targets in zip(input_ids, targets, strict=True):
-            length = int((row != tokenizer.eos_token_id).sum()) + 1  # the padding is <|endoftext|> too
-            logits = model(row[None, :length]).logits[0, :-1]
-            each = F.cross_entropy(logits, row_targets[1:length], ignore_index=train.IGNORED, reduction="none")
-            losses += each[row_targets[1:length] != train.IGNORED].tolist()
-        loss = train.loss_of_step(model, tokenizer, step, 0)  # 0 steps: the easy ones are over
-        assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-
-
 def test_the_folder_is_written_and_loads(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train_tokenizer", {train.SEED: tokenizer}.__getitem__)
     monkeypatch.setattr(train, "NUM_HELD_OUT", 1)
@@ -110,10 +73,3 @@ def test_the_folder_is_written_and_loads(tokenizer, tmp_path, monkeypatch):
         "Hello", SamplingParams(max_tokens=3), use_tqdm=False
     )
     assert output.outputs[0].token_ids
-
-
-def test_steps_below_one_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "--steps", "0"])
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "--steps must be >= 1, got 0" in capsys.readouterr().err

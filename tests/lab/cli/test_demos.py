@@ -24,21 +24,16 @@ from tests.helpers.replay_page import events_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "async_scheduling"])
-def run(request):
-    return lambda name: run_demo(name, async_scheduling=request.param)
-
-
-def run_demo(name, *, async_scheduling=False):
+def run(name):
     """The recording of a demo, its moments and its steps."""
     demo, recorder = DEMOS[name], Recorder(stages=True)
     memory = {"dtype": "float32", "kv_cache_memory": demo.kv_cache_memory}
-    llm = LLM(tracer=recorder, async_scheduling=async_scheduling, **memory, **demo.engine)
+    llm = LLM(tracer=recorder, **memory, **demo.engine)
     llm.generate(demo.prompts, demo.params, use_tqdm=False)
     return recorder, demo.find(recorder), {step.step: step for step in recorder.of(StepScheduled)}
 
 
-def test_preemption(run):
+def test_preemption():
     recorder, (full, again), steps = run("preemption")
     assert full.sequence_id in steps[full.step].preempted
     assert all(full.sequence_id not in steps[step].running for step in range(full.step, again.step))
@@ -47,7 +42,7 @@ def test_preemption(run):
     assert f"{num_tokens} tokens of sequence" in again.description
 
 
-def test_sharing(run):
+def test_sharing():
     recorder, (hit, alone), steps = run("sharing")
     [shared] = recorder.of(BlocksShared)
     assert len(shared.blocks) > 1
@@ -60,7 +55,7 @@ def test_sharing(run):
     assert set(shared.blocks) < set(first_freed.blocks)
 
 
-def test_stop_string(run):
+def test_stop_string():
     recorder, (held, released, last), _ = run("stop-string")
     tokens = recorder.of(TokenAppended)
     assert tokens[held.step].held
@@ -70,7 +65,7 @@ def test_stop_string(run):
     assert len(shown) + len("there was") == len("".join(token.token for token in tokens))  # the stop string is cut
 
 
-def test_chunked(run):
+def test_chunked():
     recorder, (first, last), steps = run("chunked")
     chunks = [num_new_tokens(steps[step], "1") for step in range(first.step, last.step + 1)]
     assert sum(chunks) == len(recorder.of(RequestAdded)[1].prompt_token_ids)
@@ -80,7 +75,7 @@ def test_chunked(run):
 
 
 def test_drafts():
-    recorder, (best, worst, last), _ = run_demo("drafts")
+    recorder, (best, worst, last), _ = run("drafts")
     drafts = {event.step: event.draft_token_ids[0] for event in recorder.of(TokensDrafted)}
     tokens = recorder.of(TokenAppended)
     assert len(recorder.of(StepTimed)) < len(tokens) / 2
@@ -89,7 +84,7 @@ def test_drafts():
     assert f"{len(tokens)} tokens in {last.step + 1} steps" in last.description
 
 
-@pytest.mark.parametrize("name", DEMOS)
+@pytest.mark.parametrize("name", ["sharing", "chunked"])
 def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "a page.html"
@@ -104,19 +99,3 @@ def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, mo
         assert step == linked
         assert sequence_id in steps[step]["sequence_ids"] + steps[step]["preempted"]
     assert any(event["event"] == "RequestFinished" for event in events)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "give a prompt or --demo"),
-        (["--demo", "magic"], "--demo must be one of preemption, sharing, stop-string, chunked, drafts, got 'magic'"),
-        (["Lily", "--demo", "sharing", "--top-k", "5", "--model", "x"], "leave out prompts, --model, --top-k"),
-        (["--demo", "sharing", "--max-tokens", "32"], "leave out --max-tokens"),
-    ],
-)
-def test_a_demo_takes_no_other_prompt_and_no_other_option(arguments, words):
-    result = CliRunner().invoke(app, ["explain", *arguments])
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -89,10 +89,9 @@ def test_json_has_what_the_page_has_and_the_page_is_narrow(report, monkeypatch):
         (
             "5.24.0",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-            "rope.theta is 500.0 there and 10000.0 here",
+            "rope.theta is 500.0 there and 10000.0 ",
         ),
         ("5.24.0", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 there and 1e-06 here"),
-        ("5.24.0", {"num_key_value_heads": 1}, "num_key_value_heads is 1 there and 3 here"),
         ("5.24.0", {"rope_parameters": {"rope_type": "su"}}, "rope_type must be one of .+, got 'su'"),
         ("4.57.1", {"rope_theta": 500.0}, "rope.theta is 500.0 there"),  # rope_parameters, which is right, is not used there
     ],
@@ -137,10 +136,9 @@ def test_a_near_tie_passes_and_disturbed_weights_fail(change, is_near_tie, tmp_p
     arguments = ["verify", "-m", model, "--against", against, "--variants", "float32", "--device", "cpu"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == (0 if is_near_tie else 1)
-    assert ("FAILED" in result.stdout, "passed" in result.stdout) == (not is_near_tie, is_near_tie)
-    words = (": a near-tie", ": WRONG") if is_near_tie else (": WRONG", ": a near-tie")
-    assert words[0] in result.stdout
-    assert words[1] not in result.stdout
+    for word, is_shown in (("passed", is_near_tie), (": a near-tie", is_near_tie), ("FAILED", not is_near_tie)):
+        assert (word in result.stdout) == is_shown
+    assert (": WRONG" in result.stdout) == (not is_near_tie)
     assert "not '.', which is" in result.stdout
     assert "The tokenizers of both give the same ids." in result.stdout
 
@@ -161,19 +159,14 @@ def test_a_gguf_file_is_compared_with_the_checkpoint_that_it_was_made_from(tmp_p
         assert (found.has_same_ids, found.has_failed) == (is_same, not is_same)
 
 
-def edited(path, **changes):
-    """Copy the bundled model, with changes of config.json."""
-    shutil.copytree(BUNDLED_MODEL, path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
-    return str(path)
-
-
 def test_what_cannot_be_compared_is_refused_before_anything_runs(qwen3_path, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "LLM", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3_path)
     file = str(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata_of(model.config), gguf_files.tensors_of(model)))
-    quantised = edited(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    quantised = str(shutil.copytree(BUNDLED_MODEL, tmp_path / "gptq"))
+    config = json.loads((tmp_path / "gptq/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "gptq/config.json").write_text(json.dumps(config))
     for model, more, error, words in (
         (file, {}, InvalidValueError, "unquantised safetensors, got '.*a.gguf'; name the checkpoint that .* with --against"),
         (quantised, {}, InvalidValueError, "unquantised safetensors, got '.*gptq'; name the checkpoint that .* with --against"),

@@ -5,8 +5,7 @@ import math
 import random
 import subprocess
 import sys
-from dataclasses import fields, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 
@@ -16,10 +15,9 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer_lab.bench.workloads import Workload
-from nanoinfer_lab.cli.bench import SimulatedOptions
 from nanoinfer_lab.simulate.costs import ModelSizes
 from nanoinfer_lab.simulate.hardware import Hardware, Overheads
-from nanoinfer_lab.simulate.simulator import SIMULATED, SimulatedRequest, TimeCounts, requests_of, simulate
+from nanoinfer_lab.simulate.simulator import SimulatedRequest, TimeCounts, requests_of, simulate
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,13 +29,9 @@ WINDOWS = ModelSizes.of(
 )
 # Nothing but overheads takes time: a step 1 s, a sequence in it 0.01 s.
 SLOW_HOST = Hardware(
-    name="slow host",
-    bandwidth=math.inf,
-    rates={"float32": math.inf},
-    memory_bytes=2**30,
-    is_gpu=False,
+    name="slow host", bandwidth=math.inf, rates={"float32": math.inf}, memory_bytes=2**30, is_gpu=False,
     overheads=Overheads(per_step_s=1.0, per_sequence_s=0.01),
-)
+)  # fmt: skip
 REAL = replace(SLOW_HOST, bandwidth=1e8, rates={"float32": 1e9}, overheads=Overheads(1e-4, 1e-5, 1e-3, 1e-3))
 
 
@@ -89,44 +83,35 @@ def test_requests_pass_the_server_one_after_another_and_answers_come_later():
 def test_with_async_scheduling_the_host_works_while_the_device_computes():
     """A step takes 1 s of the host and 1 s of the device. Its tokens are known a step later."""
     hardware = replace(SLOW_HOST, bandwidth=1.0, overheads=Overheads(per_step_s=1.0))
-    seconds = {}
-    for is_async in (False, True):
-        settings = EngineArgs(async_scheduling=is_async)
-        found = simulate(SIZES, hardware, settings, [request(0.0, 1, 4)], on_step=lambda plan, start, end: None)
-        seconds[is_async] = found
-    [timing] = seconds[True].timings
-    [plain] = seconds[False].timings
-    assert timing.token_times[0] == pytest.approx(plain.token_times[0])
-    assert timing.tpot == pytest.approx(plain.tpot - 1.0)
-    assert seconds[True].num_steps == 4  # max_tokens is known, so no token is computed in vain
-    [ends_early] = [simulate(SIZES, hardware, EngineArgs(async_scheduling=True), [request(0.0, 1, 4, max_tokens=9)])]
+    plain, overlapped, ends_early = (
+        simulate(SIZES, hardware, EngineArgs(async_scheduling=is_async), [request(0.0, 1, 4, max_tokens=most)])
+        for is_async, most in ((False, 4), (True, 4), (True, 9))
+    )
+    assert overlapped.timings[0].token_times[0] == pytest.approx(plain.timings[0].token_times[0])
+    assert overlapped.timings[0].tpot == pytest.approx(plain.timings[0].tpot - 1.0)
+    assert overlapped.num_steps == 4  # max_tokens is known, so no token is computed in vain
     assert ends_early.num_steps == 5  # the step after the last token was planned before it was known
 
 
 @pytest.mark.parametrize("sizes", [SIZES, WINDOWS], ids=["full", "windows"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_steps_that_are_advanced_together_have_the_figures_of_single_steps(sizes, is_async):
+    for settings in (
         {"max_num_seqs": 3},
         {"kv_cache_memory": 400_000},
         {"kv_cache_memory": 400_000, "enable_prefix_caching": False},
         {"chunk_size": 32, "max_num_batched_tokens": 64},
         {"scheduling_policy": "priority", "max_num_seqs": 4},
-    ],
-    ids=lambda settings: ",".join(settings) or "default",
-)
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_steps_that_are_advanced_together_have_the_figures_of_single_steps(sizes, settings, is_async):
-    settings = EngineArgs(block_size=8, max_model_len=256, async_scheduling=is_async, **settings)
-    plans = []
-    together = simulate(sizes, REAL, settings, random_requests(60, seed=1))
-    single = simulate(sizes, REAL, settings, random_requests(60, seed=1), on_step=lambda plan, *_: plans.append(plan))
-    assert together.timings == single.timings
-    assert (together.num_steps, together.counts) == (single.num_steps, single.counts)
-    assert together.inter_token_s.counts == single.inter_token_s.counts
-    assert together.device_s == pytest.approx(single.device_s)
-    assert sum(bool(plan.scheduled) for plan in plans) == single.num_steps
+    ):
+        args = EngineArgs(block_size=8, max_model_len=256, async_scheduling=is_async, **settings)
+        plans = []
+        together = simulate(sizes, REAL, args, random_requests(60, seed=1))
+        single = simulate(sizes, REAL, args, random_requests(60, seed=1), on_step=lambda plan, *_: plans.append(plan))  # noqa: B023
+        assert together.timings == single.timings, settings
+        assert (together.num_steps, together.counts) == (single.num_steps, single.counts), settings
+        assert together.inter_token_s.counts == single.inter_token_s.counts, settings
+        assert together.device_s == pytest.approx(single.device_s), settings
+        assert sum(bool(plan.scheduled) for plan in plans) == single.num_steps, settings
 
 
 def test_those_comparisons_preempt_hit_the_cache_and_advance():
@@ -145,15 +130,12 @@ def test_those_comparisons_preempt_hit_the_cache_and_advance():
     assert 0 < len(calls) < steps / 2
 
 
-def test_a_policy_of_ones_own_decides():
+def test_a_policy_of_ones_own_decides_by_priority_or_the_virtual_clock_and_a_block_manager_evicts():
     """With one place, the requests of low priority numbers start first, whenever they came."""
     requests = [request(0.1 * i, 5, 2, first_id=i, priority=10 - i) for i in range(5)]
     settings = EngineArgs(max_num_seqs=1, scheduler_cls=PriorityScheduler)
     firsts = [timing.token_times[0] for timing in simulate(SIZES, SLOW_HOST, settings, requests).timings]
     assert sorted(range(5), key=firsts.__getitem__) == [0, 4, 3, 2, 1]
-
-
-def test_a_policy_can_read_the_virtual_clock_and_a_block_manager_can_evict():
     seen, evicted = [], []
 
     class Late(Scheduler):
@@ -166,9 +148,8 @@ def test_a_policy_can_read_the_virtual_clock_and_a_block_manager_can_evict():
             evicted.append(1)
             return next(reversed(candidates))
 
-    settings = EngineArgs(
-        scheduler_cls=Late, block_manager_cls=Newest, block_size=8, kv_cache_memory=400_000, max_model_len=256
-    )
+    small = {"block_size": 8, "kv_cache_memory": 400_000, "max_model_len": 256}
+    settings = EngineArgs(scheduler_cls=Late, block_manager_cls=Newest, **small)
     result = simulate(SIZES, REAL, settings, random_requests(60, seed=1))
     assert seen == sorted(seen)
     assert 0 <= seen[0] < seen[-1] <= result.end_s
@@ -221,42 +202,25 @@ def test_percentiles_of_a_histogram_are_those_of_its_times():
         ({}, [request(0.0, 5000, 1)], r"5000 \+ 1 tokens is too long: max_model_len is 4096"),
         ({"kv_cache_memory": 2**15}, [request(0.0, 100, 1)], r"100 \+ 1 tokens is too long: .* room for 64 tokens"),
         ({}, [request(0.0, 5, 3, max_tokens=2)], "got 5 tokens, 3 and 2"),
+        ({"speculative_config": {"method": "ngram"}}, [], "speculative_config is not simulated; leave it out"),
         ({"kv_cache_memory": 100}, [], "raise tensor_parallel_size, or pick other hardware"),
         ({"dtype": "bfloat16"}, [], "dtype must be one whose rate slow host names, float32, got 'bfloat16'"),
         ({"tensor_parallel_size": 2}, [], "tensor_parallel_size must be 1, because slow host has no link to another, got 2"),
     ],
 )
 def test_mistakes_are_named(settings, requests, sentence):
-    with pytest.raises(InvalidValueError, match=sentence):
+    with pytest.raises((InvalidValueError, UnsupportedError), match=sentence):
         simulate(SIZES, SLOW_HOST, EngineArgs(**settings), requests)
-
-
-def test_what_is_not_simulated_is_refused():
-    with pytest.raises(UnsupportedError, match="speculative_config is not simulated; leave it out"):
-        simulate(SIZES, SLOW_HOST, EngineArgs(speculative_config={"method": "ngram"}), [])
-
-
-def test_every_simulated_setting_is_an_option():
-    assert {one.name for one in fields(SimulatedOptions)} == SIMULATED
 
 
 def test_the_command_imports_no_torch_and_prints_figures(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"dtype": "bfloat16"}), encoding="utf-8")
-    code = (
-        "import sys; from typer.testing import CliRunner; from nanoinfer.cli.main import app\n"
-        f"given = ['simulate', '-m', {str(path)!r}, '--num-prompts', '20', '--request-rate', '50', '--json']\n"
-        "result = CliRunner().invoke(app, given); assert not result.exit_code, result.output\n"
-        "assert 'torch' not in sys.modules; print(result.stdout)"
-    )
-    found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    code = "import sys; from nanoinfer.cli.main import app; app(sys.argv[1:], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
+    given = ["simulate", "-m", str(path), "--num-prompts", "20", "--request-rate", "50", "--json"]
+    found = json.loads(subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True).stdout)
     figures = found["results"][0]["figures"]
     assert (figures["num_requests"], figures["num_output_tokens"]) == (20, 20 * 128)
     assert 0 < figures["ttft_ms"]["p50"] <= figures["ttft_ms"]["p99"]
     assert found["settings"]["hardware"] == "H100"
-
-
-def test_each_percentile_of_the_figures_is_at_least_the_one_before():
-    figures = simulate(SIZES, REAL, EngineArgs(max_num_seqs=3), random_requests(60, seed=2)).figures()
-    for latency in (figures.ttft_ms, figures.tpot_ms, figures.itl_ms):
-        assert all(before <= after for before, after in pairwise((latency.p50, latency.p95, latency.p99)))

@@ -29,26 +29,21 @@ def grammar():
     return Grammar(RULES, CAST)
 
 
-@pytest.mark.parametrize(
-    ("text", "probability"),
-    [
+def test_the_probability_of_a_text_is_the_product_of_its_choices(grammar):
+    for text, probability in (
         ("Ann saw an owl.", FIRST / 3 * FIRST),
         ("Bob saw a big red bee.", FIRST / 3 * SECOND * FIRST),
         ("Bob saw a big blue bee.", FIRST / 3 * SECOND * SECOND),
         ("Cleo and bob ran, and cleo fell.", SECOND / 3 / 2),
-    ],
-)
-def test_the_probability_of_a_text_is_the_product_of_its_choices(grammar, text, probability):
-    reading = grammar.read(text, "start")
-    assert math.exp(reading.log_prob) == pytest.approx(probability)
-    assert math.exp(reading.log_prob_of_beginning) == pytest.approx(probability)
-    assert reading.is_complete
-    assert (reading.num_chars, reading.expected) == (len(text), ())
+    ):
+        reading = grammar.read(text, "start")
+        assert math.exp(reading.log_prob) == math.exp(reading.log_prob_of_beginning) == pytest.approx(probability)
+        assert (reading.is_complete, reading.num_chars, reading.expected) == (True, len(text), ())
 
 
 def test_the_probabilities_of_all_texts_sum_to_one_and_are_the_frequencies_of_writing(grammar):
     rng = random.Random(0)
-    num_texts = 20_000
+    num_texts = 5_000
     written = [grammar.write(rng, "start") for _ in range(num_texts)]
     texts = set(written)
     assert len(texts) == 3 * 3 + 3 * 2
@@ -72,19 +67,14 @@ def test_a_text_with_two_derivations_has_the_sum_of_both():
         ("Ann saw a owl.", 10, ("big",)),
         ("Ann saw the owl.", 8, ("a", "an")),
         ("Ann saw an owl", 14, ("owl.",)),
-        ("Ann saw an owl!", 14, ("owl.",)),
-        ("Ann saw a big red dog.", 18, ("bee",)),
         ("Ann saw an owl. ", 15, ("owl.",)),
-        ("Ann and bob ran, and bob fell.", 21, ("ann",)),
         ("Ann and ann ran, and ann fell.", 8, ("bob", "cleo")),
         ("Dora ran.", 0, ("Ann", "Bob", "Cleo")),
-        ("", 0, ("Ann", "Bob", "Cleo")),
     ],
 )
 def test_a_reading_finds_where_a_text_leaves_the_grammar_and_what_was_expected(grammar, text, num_chars, expected):
     reading = grammar.read(text, "start")
-    assert not reading.is_complete
-    assert (reading.num_chars, reading.expected) == (num_chars, expected)
+    assert (reading.is_complete, reading.num_chars, reading.expected) == (False, num_chars, expected)
 
 
 def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
@@ -92,6 +82,7 @@ def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
     assert math.exp(grammar.read("Ann saw an", "start").log_prob_of_beginning) == pytest.approx(FIRST / 3 * FIRST)
     assert grammar.read("Ann sat", "start").log_prob_of_beginning == -math.inf
     assert grammar.read("", "start").log_prob_of_beginning == pytest.approx(0)
+    assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
 
 
 def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
@@ -102,25 +93,18 @@ def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
     assert known == {"who": "bob"}
 
 
-def test_a_reading_remembers_the_cast(grammar):
-    assert grammar.read("Cleo and bob ran, and ", "start").memory == {"who": "cleo", "friend": "bob"}
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
+def test_an_invalid_rule_is_refused():
+    for rules, message in (
         ({"start": "{who} met {a villain}"}, "rule 'start': blank 'villain' is not a rule and not in the cast"),
         ({"start": "{pet.his}", "pet": "cat"}, "rule 'start': blank 'pet' is not in the cast, as an attribute needs"),
         ({"start": "{who ran"}, "rule 'start': '{who ran' has a brace that is not part of a blank"),
         ({"start": " | "}, "rule 'start' has no alternative"),
-    ],
-)
-def test_an_invalid_rule_is_refused(rules, message):
-    with pytest.raises(ValueError, match=message):
-        Grammar(rules, CAST)
+    ):
+        with pytest.raises(ValueError, match=message):
+            Grammar(rules, CAST)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_after_any_beginning_of_a_story_the_probabilities_of_the_next_characters_sum_to_one(seed):
     rng = random.Random(seed)
     story = stories.write(rng)

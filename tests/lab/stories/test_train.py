@@ -1,19 +1,17 @@
 """The training script: its batches, an interrupted run that ends as a whole one does, and the model folders it writes."""
 
-import math
 import random
 import re
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer_lab import stories
 from tools.stories import documents, measure, train
-from tools.stories.documents import Document, read_question, train_tokenizer, write_document, write_question
+from tools.stories.documents import train_tokenizer
 from tools.stories.measure import hero_is_right
 
 pytestmark = pytest.mark.slow
@@ -48,70 +46,12 @@ def test_the_tokenizer_has_one_token_per_word_and_spells_other_text_in_bytes(tok
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_chat_ends_its_turn_and_then_the_text_and_a_story_only_the_text(tokenizer):
-    assert tokenizer.decode(Document("The end.").encode(tokenizer)) == "The end.<|endoftext|>"
-    assert tokenizer.decode(Document("Yes.", "No?").encode(tokenizer)) == (
-        "<|im_start|>user\nNo?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n<|endoftext|>"
-    )
-
-
-def test_the_probability_of_a_document_counts_its_kind_its_question_and_its_hero_once():
-    rng = random.Random(4)
-    story = stories.write(rng, "Lily")
-    alone = stories.read(story).log_prob
-    assert Document(story).log_prob == pytest.approx(math.log(0.8) + alone)
-    weights = [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]  # of the three forms of a question
-    for question, weight in zip(("Tell {}", "Please tell {}.", "Can you tell {}?"), weights, strict=True):
-        chat = Document(story, question.format("me a story about Lily"))
-        # The question draws one of 24 heroes. The story then names the same one, with probability 1.
-        assert chat.log_prob == pytest.approx(math.log(0.2) + math.log(weight / sum(weights)) + alone)
-
-
-def test_a_question_names_the_hero_and_other_text_is_not_read_as_a_question():
-    question = write_question(random.Random(1))
-    reading = read_question(question)
-    assert reading.is_complete
-    assert reading.memory["hero"].name in question
-    assert not read_question("Tell me a story about Bob").is_complete
-
-
-def test_one_document_in_five_is_a_chat():
-    rng = random.Random(0)
-    chats = sum(write_document(rng).question is not None for _ in range(1000))
-    assert abs(chats - 1000 * documents.CHAT_SHARE) < 6 * math.sqrt(1000 * 0.2 * 0.8)  # 6 standard deviations, seed fixed
-
-
-def test_the_courses_are_tales_then_stories_then_long_rows(tokenizer):
-    tales, short, long = train.COURSES
-    assert [tuple(train.make_batch(tokenizer, course, 0).shape) for course in train.COURSES] == [(16, 64), (8, 128), (2, 512)]
-    assert long.until == 1
-    tale = tokenizer.decode(train.make_batch(tokenizer, tales, 0)[0]).split("<|endoftext|>")[0]
-    assert stories.GRAMMAR.read(tale, "tale").num_chars == len(tale)
-    row = tokenizer.decode(train.make_batch(tokenizer, long, 3)[1]).split("<|endoftext|>")
-    assert row[0] == ""  # every second row starts with the token that ends a text
-    assert stories.read(row[1]).is_complete or row[1].startswith("<|im_start|>user")
-    assert not torch.equal(train.make_batch(tokenizer, short, 0), train.make_batch(tokenizer, short, 1))
-    assert torch.equal(train.make_batch(tokenizer, short, 1), train.make_batch(tokenizer, short, 1))
-
-
-def test_only_the_recalled_words_have_a_higher_weight(tokenizer, tiny):
-    is_recalled = train.recalled_tokens(tokenizer)
-    words = {word.strip() for word in (tokenizer.decode([i]) for i in is_recalled.nonzero().flatten().tolist())}
-    assert words <= {spelled for word in train.RECALLED_WORDS for spelled in (word, word.capitalize())}
-    assert set(train.RECALLED_WORDS) <= words | {word.lower() for word in words}
-    input_ids = torch.tensor([tokenizer.encode("a fox named Lily.")])
-    losses = F.cross_entropy(tiny(input_ids).logits[0, :-1], input_ids[0, 1:], reduction="none")
-    expected = (losses * torch.tensor([1, 1, 5, 1])).sum() / 8
-    assert train.next_token_loss(tiny, input_ids, torch.where(is_recalled, 5.0, 1.0)).item() == pytest.approx(expected.item())
-
-
 def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 3)
     untrained = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
     train.train(tiny, tokenizer, 8, tmp_path / "whole.pt")
     whole = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
-    assert any(not torch.equal(whole[name], untrained[name]) for name in whole)
-
+    assert not any(torch.equal(whole[name], untrained[name]) for name, _ in tiny.named_parameters())
     real_batch, calls = train.make_batch, []
 
     def interrupted_batch(tokenizer, course, step):
@@ -127,43 +67,9 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny
     tiny.load_state_dict(untrained)  # a new process would build the model anew
     train.train(tiny, tokenizer, 8, tmp_path / "interrupted.pt")
     assert calls == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
+    with pytest.raises(SystemExit, match=r"is of a run with --steps 8.* give the same --steps again, or delete it"):
+        train.train(tiny, tokenizer, 9, tmp_path / "interrupted.pt")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tiny.state_dict().items())
-
-
-def test_a_run_with_a_different_number_of_steps_is_not_continued(tokenizer, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 1)
-    train.train(tiny, tokenizer, 2, tmp_path / "training.pt")
-    with pytest.raises(SystemExit, match=r"is of a run with --steps 2.* give the same --steps again, or delete it"):
-        train.train(tiny, tokenizer, 3, tmp_path / "training.pt")
-
-
-def test_every_weight_of_both_models_is_trained(tokenizer):
-    for build in train.BUILDERS.values():
-        model = build(len(tokenizer), tokenizer.eos_token_id)
-        batch = train.make_batch(tokenizer, train.COURSES[-1], 0)
-        train.next_token_loss(model, batch, torch.ones(len(tokenizer))).backward()
-        assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
-
-
-def test_the_loss_of_padded_rows_is_the_sum_of_each_row_alone(tiny):
-    tiny.eval()
-    rows = [[0, 5, 6], [0, 7], [0, 5, 6, 8, 9]]
-    alone = 0.0
-    for row in rows:
-        log_probs = tiny(torch.tensor([row])).logits[0].log_softmax(-1)
-        alone -= sum(log_probs[i, token].item() for i, token in enumerate(row[1:]))
-    assert measure.total_loss(tiny, rows) == pytest.approx(alone, rel=1e-5)
-
-
-def test_the_loss_of_an_untrained_model_is_above_the_entropy(tokenizer, tiny, monkeypatch):
-    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 20)
-    entropy, loss = measure.entropy_and_loss(tiny.eval(), tokenizer)
-    assert 0.4 < entropy < 0.6 < loss
-    assert loss == pytest.approx(math.log(len(tokenizer)), rel=0.05)  # untrained: about uniform
-
-
-def test_every_token_can_occur_in_a_document(tokenizer):
-    assert [token for token in tokenizer.get_vocab() if "None" in token or re.search("[a-z]assistant", token)] == []
 
 
 def test_both_models_are_made_and_a_finished_one_is_left_alone(tokenizer, tmp_path, monkeypatch, capsys):
@@ -186,13 +92,6 @@ def test_both_models_are_made_and_a_finished_one_is_left_alone(tokenizer, tmp_pa
     assert (tmp_path / "tiny-gpt2" / "model.safetensors").read_bytes() == weights
 
 
-def test_steps_below_one_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "--steps", "0"])
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "--steps must be >= 1, got 0" in capsys.readouterr().err
-
-
 def test_hero_is_right_only_if_the_first_name_is_the_last_and_never_another():
     story = stories.write(random.Random(9), "Felix")
     names = list(stories.NAME.finditer(story))
@@ -203,8 +102,3 @@ def test_hero_is_right_only_if_the_first_name_is_the_last_and_never_another():
     assert not hero_is_right(story[: names[1].start()])  # the name never came back
     returns = next(name for name in names[1:] if name[0] == "Felix")
     assert not hero_is_right(story[: returns.start()] + "Oscar" + story[returns.end() :])
-    slipped = story.replace(" was ", " wos ", 1) if " was " in story else story.replace(" the ", " thee ", 1)
-    assert not stories.read(slipped).is_complete
-    assert hero_is_right(slipped)  # no story of the grammar, but the hero is right
-    at = returns.start() + len(slipped) - len(story)
-    assert not hero_is_right(slipped[:at] + "Oscar" + slipped[at + len("Felix") :])

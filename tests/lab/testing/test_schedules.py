@@ -29,14 +29,8 @@ def test_the_states_of_a_world_that_is_counted_by_hand():
     ("sizes", "sentence"),
     [
         ({"num_token_ids": 0}, "num_token_ids must be >= 1, got 0"),
-        (
-            {"num_blocks": 1, "block_size": 1},
-            r"num_blocks \* block_size must be >= 2, .*, got 1; raise",
-        ),
-        (
-            {"async_scheduling": True, "num_speculative_tokens": 2},
-            "must be 0 with async_scheduling, got 2",
-        ),
+        ({"num_blocks": 1, "block_size": 1}, r"num_blocks \* block_size must be >= 2, .*, got 1; raise"),
+        ({"async_scheduling": True, "num_speculative_tokens": 2}, "must be 0 with async_scheduling, got 2"),
     ],
 )
 def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence):
@@ -44,7 +38,13 @@ def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence)
         World(**sizes)
 
 
-@pytest.mark.parametrize(("cls", "world"), WORLDS.values(), ids=WORLDS)
+LARGE = "exchanged-chunks"  # as many states as three others
+
+
+@pytest.mark.parametrize(
+    ("cls", "world"),
+    [pytest.param(*world, id=name, marks=[pytest.mark.long] * (name == LARGE)) for name, world in WORLDS.items()],
+)
 def test_every_schedule_of_a_small_world_keeps_the_invariants(cls, world):
     assert check_scheduler(cls, world=world).num_states > 250
 
@@ -69,7 +69,7 @@ def test_states_with_equal_keys_have_the_same_future():
                 keys.append(state.key())
                 following.append(schedules._dumps(state))
             followers[pickle.loads(saved).key()].add(frozenset(keys))
-        newest = following[:: 1 + len(following) // 400]
+        newest = following[:: 1 + len(following) // 200]
     assert len(followers) > 50
     assert {len(sets) for sets in followers.values()} == {1}
 
@@ -135,21 +135,17 @@ class KeepsWhatFailed(BlockManager):
         ((Scheduler, CopiesNothing), "must hold token", 3),
         ((NeverStartsTheSecond, BlockManager), "the class raised NanoinferError", 4),
         ((CutsAnywhere, BlockManager), "a step must compute 2 of 0, .* got 1 of 0", 2),
+        ((ComputesAgain, BlockManager), "every answer ends", None),
         ((Scheduler, KeepsWhatFailed), "blocks of a failed request leave the prefix cache", 3),
     ],
-    ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else "",
+    ids=lambda value: value[0].__name__ + value[1].__name__ if isinstance(value, tuple) else None,
 )
 def test_a_shortest_run_shows_what_a_wrong_class_breaks(classes, invariant, num_events):
-    world = World(num_requests=2, num_salts=2, max_tokens=2)
+    world = World(num_requests=2, num_salts=2, max_tokens=2) if num_events else World(num_requests=1)
     with pytest.raises(InvariantError, match=invariant) as broken:
         check_scheduler(*classes, world)
-    assert len(broken.value.events) == num_events
-    assert f"\n{num_events}. " in str(broken.value)
-
-
-def test_a_run_that_never_ends_is_found():
-    with pytest.raises(InvariantError, match="every answer ends"):
-        check_scheduler(ComputesAgain, world=World(num_requests=1))
+    assert num_events in (None, len(broken.value.events))
+    assert f"\n{len(broken.value.events)}. " in str(broken.value)
 
 
 def test_a_run_is_recorded_for_the_page_that_replays_it():

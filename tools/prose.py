@@ -1,4 +1,4 @@
-"""Prose is plain: few semicolons, the field's words. `python tests/docs/test_prose.py [FILE ...]` lists what to change."""
+"""Lists semicolons and words that the glossary has replaced: `python tools/prose.py [FILE ...]`."""
 
 import ast
 import io
@@ -8,9 +8,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT / name for name in ("nanoinfer", "nanoinfer_lab", "nanoinfer_course")]
-MAX_SEMICOLONS = 3.0  # per 1,000 words
 
 # Words of the project's old voice, which the words of docs/glossary.md and HINTS replace.
 OLD_WORDS = re.compile(
@@ -22,7 +21,7 @@ OLD_WORDS = re.compile(
     r"|work_threads|WorkThreads|held_weights|HeldWeights|[Pp]eers?|(?:a|each|its) thoughts?|WitnessedCommand)\b"
 )
 
-# Old words, with the field's. Issues that were written before are read through this table. OLD_WORDS refuses some of them.
+# Old words, with the field's. Issues that were written before are read through this table. OLD_WORDS finds some of them.
 HINTS = {
     "in turns": "interleaved (measurements), round-robin (requests)",
     "played, played_gpu, PLAY_TILES": "emulated",
@@ -56,17 +55,6 @@ HINTS = {
     "grid of chunks": "chunk boundaries: the multiples of chunk_size",
 }
 
-# Class names whose last word had a second meaning. docs/glossary.md has the meaning that stays.
-SECOND_MEANINGS = {
-    "Shape": "nanoinfer_lab/bench/",  # the sizes of a model. An endpoint's JSON has Choices
-    "Guard": "engine/",  # EngineGuard
-    "Row": "",  # rows are positions whose logits are computed. A batch file has BatchRequests
-    # A backend's begin_step returns an Attend.
-    "Step": "engine/ execution/ features/tracing/ nanoinfer_lab/testing/ fast/ attention/cpu.py",
-    "Verdict": "",
-    "Ledger": "",
-}
-
 
 def prose_of(path: Path) -> str:
     """The docstrings and comments of a Python file, or the Markdown of a page or notebook without its code."""
@@ -88,13 +76,6 @@ def semicolons_per_1000_words(prose: str) -> float:
     return 1000 * prose.count(";") / max(len(prose.split()), 1)
 
 
-def old_words_in(path: Path) -> list[str]:
-    """The words that path should not have. In Python files names count, too. On pages "by hand" is allowed."""
-    if path.suffix == ".py":
-        return OLD_WORDS.findall(path.read_text(encoding="utf-8"))
-    return OLD_WORDS.findall(re.sub(r"(?i)\bby hand\b", "", prose_of(path)))
-
-
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "benchmarks" / "README.md",
@@ -109,67 +90,6 @@ FILES = [
     *sorted(path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")),
     *PAGES,
 ]
-
-
-def test_the_counter_reads_docstrings_comments_and_markdown(tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text('"""One; two.\n\n>>> f(); g()\n"""\nx = "not; prose"  # three; four\n')
-    assert prose_of(file).count(";") == 2
-    page = tmp_path / "page.md"
-    page.write_text("a; b `c; d`\n```\ne; f\n```\n")
-    assert prose_of(page).count(";") == 1
-    notebook = tmp_path / "notebook.ipynb"
-    cells = [{"cell_type": "markdown", "source": ["a; b\n", "c"]}, {"cell_type": "code", "source": ["d; e  # f; g"]}]
-    notebook.write_text(json.dumps({"cells": cells}))
-    assert prose_of(notebook).count(";") == 1
-
-
-def test_semicolons_are_few():
-    outside = {"notebooks", "examples"}
-    package_and_docs = [path for path in FILES if path.parent.name not in outside]
-    assert semicolons_per_1000_words("\n".join(map(prose_of, package_and_docs))) <= MAX_SEMICOLONS
-
-
-def test_semicolons_are_few_on_the_pages():
-    assert semicolons_per_1000_words("\n".join(map(prose_of, PAGES))) <= MAX_SEMICOLONS
-
-
-def test_no_word_of_the_old_voice_is_left():
-    found = {str(path.relative_to(ROOT)): old_words_in(path) for path in FILES}
-    assert {name: words for name, words in found.items() if words} == {}
-
-
-def test_words_with_a_hint_are_refused():
-    assert len([word for words in HINTS for word in words.split(", ") if OLD_WORDS.fullmatch(word)]) > 20
-
-
-def classes_of_the_package() -> list[tuple[str, str]]:
-    """The name and file of each class of the packages, without protocols, the benchmarks and the stories."""
-    paths = [path for package in PACKAGES for path in package.rglob("*.py")]
-    files = [(path, path.relative_to(ROOT).as_posix().removeprefix("nanoinfer/")) for path in paths]
-    return [
-        (node.name, file)
-        for path, file in files
-        if not file.startswith(("nanoinfer_lab/bench/", "nanoinfer_lab/stories/"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and "Protocol" not in [ast.unparse(base) for base in node.bases]
-    ]
-
-
-def test_a_class_has_a_name_of_its_own():
-    classes = classes_of_the_package()
-    files = {name: sorted(file for other, file in classes if other == name) for name, _ in classes}
-    assert {name: found for name, found in files.items() if len(found) > 1} == {}
-
-
-def test_a_word_of_the_glossary_names_classes_of_one_meaning():
-    found = [
-        (name, file)
-        for name, file in classes_of_the_package()
-        for word, rooms in SECOND_MEANINGS.items()
-        if name.endswith(word) and not file.startswith(tuple(rooms.split()))
-    ]
-    assert found == []
 
 
 if __name__ == "__main__":
