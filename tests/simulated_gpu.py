@@ -42,15 +42,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan
 
-SHARED_MEMORY = {
-    75: 64 * 1024,
-    80: 163 * 1024,
-    86: 99 * 1024,
-    89: 99 * 1024,
-    90: 227 * 1024,
-    100: 227 * 1024,
-    120: 99 * 1024,
-}  # bytes that a program may have. Source: CUDA's guide, table 30
+KB_OF_SHARED_MEMORY = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # of a program. CUDA's guide, table 30
 MAX_SPILLED = 64  # bytes of a thread that may be kept in memory instead of registers
 MAX_GRID = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 
@@ -77,55 +69,39 @@ COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings":
 
 # A kernel -> how many elements it touches from the start of a tensor, by the names of its parameters: a formula of its grid and
 # its other arguments.
+ROWS = dict.fromkeys(("greedy", "temperature", "min_p"), "grid[0]")
 REACH: dict[str, dict[str, str]] = {
     "_rms_norm_kernel": {"x": "grid[0] * SIZE", "weight": "SIZE", "out": "grid[0] * SIZE"},
     "_silu_mul_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
     "_store_kernel": {
-        "q": "(grid[0] - 1) * q_stride + HEADS * HEAD_DIM",
-        **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"),
-        **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
-        "k": "(grid[0] - 1) * k_stride + KV_HEADS * HEAD_DIM",
-        "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM",
-        "slots": "grid[0]",
+        "q": "(grid[0] - 1) * q_stride + HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + KV_HEADS * HEAD_DIM",
+        "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM", **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"),
+        **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"), "slots": "grid[0]",
     },
-    "_copy_kernel": {
-        "pages": "grid[1] * layer_size",
-        **dict.fromkeys(("sources", "targets"), "num_copies"),
-    },
+    "_copy_kernel": {"pages": "grid[1] * layer_size", **dict.fromkeys(("sources", "targets"), "num_copies")},
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
-        "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM",
-        "partial_m": "grid[0] * NUM_HEADS * NUM_SPLITS",
-        "partial_l": "grid[0] * NUM_HEADS * NUM_SPLITS",
-        "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
+        "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
     },
     "_merge_kernel": {
-        "partial_m": "grid[0] * NUM_SPLITS",
-        "partial_l": "grid[0] * NUM_SPLITS",
-        "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM",
-        "out": "grid[0] * HEAD_DIM",
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
+        "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM", "out": "grid[0] * HEAD_DIM",
     },
     "_linear_kernel": {
-        "x": "(num_rows - 1) * x_stride + NUM_IN",
-        "weight": "(1 + GATED) * NUM_OUT * NUM_IN",
-        "out": "num_rows * NUM_OUT",
+        "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
     },
     "_largest_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids"), "grid[0] * NUM_PARTS")},
-    "_sum_kernel": {
-        "logits": "grid[0] * VOCAB",
-        **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"),
-        **dict.fromkeys(("greedy", "temperature", "min_p"), "grid[0]"),
-    },
+    "_sum_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"), **ROWS},
     "_choose_kernel": {
-        "logits": "grid[0] * VOCAB",
-        **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"),
-        **dict.fromkeys(("greedy", "temperature", "min_p", "u", "token_ids", "row_maxima", "totals"), "grid[0]"),
+        "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"), **ROWS,
+        **dict.fromkeys(("u", "token_ids", "row_maxima", "totals"), "grid[0]"),
     },
     "_draw_kernel": {
         "logits": "grid[0] * VOCAB",
         **dict.fromkeys(("largest", "temperature", "min_p", "smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
     },
-}
+}  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
@@ -290,18 +266,18 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
                 key = launch.kernel, str(dtype).removeprefix("torch."), name
                 used = resources(launch.compiled)
                 found[key] = {part: max(count, found.get(key, used)[part]) for part, count in used.items()}
-                assert used["shared"] <= SHARED_MEMORY[arch], (key, used)
+                assert used["shared"] <= 1024 * KB_OF_SHARED_MEMORY[arch], (key, used)
                 assert used["spilled"] <= MAX_SPILLED, (key, used)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, choices=SHARED_MEMORY, action="append")
+    parser.add_argument("--arch", type=int, choices=KB_OF_SHARED_MEMORY, action="append")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], action="append")
     parser.add_argument("--model", choices=MODELS, action="append")
     args = parser.parse_args()
-    archs = args.arch or list(SHARED_MEMORY)
+    archs = args.arch or list(KB_OF_SHARED_MEMORY)
     dtypes = [getattr(torch, name) for name in args.dtype or ("bfloat16", "float32")]
     found = {arch: compile_all(arch, dtypes, args.model or list(MODELS)) for arch in archs}
     print(f"Triton {triton.__version__}. Registers of a thread / KB of shared memory, + bytes spilled to memory.\n")

@@ -1,4 +1,4 @@
-"""Faults that are injected in a kernel's source or in its PTX. The emulator must find each (test_faults.py).
+"""Faults that are injected in a kernel's source or in its PTX. The emulator must find each (test_cases.py).
 
 A fault of the PTX stands for one of the compiler, which the interpreter never sees. Some of the source's are hidden from the
 interpreter too: memory outside a tensor can be read there, and what nobody wrote happens to be 0.
@@ -101,28 +101,13 @@ _SHUFFLE = r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), {}, 31"
 _FOUR = r"\{[^}]*\}"  # registers
 FAULTS: dict[str, InPtx | InSource] = {
     "decode: no barrier after the block table": InPtx("_decode_kernel", _BARRIER, "", "RaceFault"),
-    "decode: no barrier before the keys are read": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=2),
-    "decode: no barrier between two reductions": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=4),
-    "decode: no barrier before a tile is overwritten": InPtx("_decode_kernel", _BARRIER, "", "RaceFault", at=8),
-    "decode: a warp's barrier in place of the program's": InPtx(
-        "_decode_kernel", _BARRIER, "bar.warp.sync -1;", "RaceFault", at=3
-    ),
-    "decode: no wait for the block table": InPtx("_decode_kernel", _WAIT, "", "InFlightFault"),
     "decode: no wait for the keys": InPtx("_decode_kernel", _WAIT, "", "InFlightFault", at=1),
-    "decode: a barrier before the wait": InPtx("_decode_kernel", rf"({_WAIT})(\s+)({_BARRIER})", r"\3\2\1", "RaceFault"),
     "decode: an exchange with the wrong lane": InPtx("_decode_kernel", _SHUFFLE.format(2), r"\1, 4, 31", "RaceFault"),
-    "decode: a swizzle of other bits": InPtx("_decode_kernel", r"(and\.b32\s+%r\d+, %r\d+), 112;", r"\1, 96;", "values"),
-    "prefill: no barrier before the keys are read": InPtx("_prefill_kernel", _BARRIER, "", "RaceFault", at=2),
-    "prefill: no barrier before a tile is overwritten": InPtx("_prefill_kernel", _BARRIER, "", "RaceFault", at=3),
     "prefill: a wait that leaves a group in flight": InPtx("_prefill_kernel", _WAIT, "cp.async.wait_group 1;", "InFlightFault"),
     "prefill: values that are not transposed": InPtx("_prefill_kernel", r"\.trans\.", ".", "values"),
     "prefill: exchanged fragments of an mma": InPtx(
         "_prefill_kernel", rf"(mma\.sync\S+ {_FOUR}, \{{ )(%r\d+), (%r\d+)", r"\1\3, \2", "values"
     ),
-    "prefill: an mma that adds other registers": InPtx(
-        "_prefill_kernel", rf"(mma\.sync\S+ {_FOUR}, ({_FOUR}), {_FOUR}), {_FOUR}", r"\1, \2", "values", at=9
-    ),
-    "prefill: an exchange with the wrong lane": InPtx("_prefill_kernel", _SHUFFLE.format(2), r"\1, 4, 31", "values"),
     "merge: no barrier in the sum over splits": InPtx("_merge_kernel", _BARRIER, "", "RaceFault"),
     "rms_norm: an exchange with the wrong lane": InPtx(
         "_rms_norm_kernel", _SHUFFLE.format(1), r"\1, 2, 31", "RaceFault", _of(cases.check_rms_norm)
@@ -144,36 +129,12 @@ FAULTS: dict[str, InPtx | InSource] = {
         triton, "token = tl.program_id(0).to(tl.int64)", "token = tl.program_id(0)", "OutsideFault",
         _of(cases.check_far_rotate, torch.bfloat16), hidden_from=_of(cases.check_rotate),
     ),
-    "rotate: an angle of the wrong sign": InSource(triton, "-other, other", "other, -other", "values", _of(cases.check_rotate)),
-    "rotate: exchanged halves": InSource(
-        triton, "(dims + HEAD_DIM // 2) % HEAD_DIM", "dims", "values", _of(cases.check_rotate)
-    ),
-    "rotate: the queries of the next head": InSource(
-        triton, "where = (token * HEADS + heads)", "where = (token * HEADS + (heads + 1) % HEADS)", "values",
-        _of(cases.check_rotate),
-    ),
     "rotate: a token whose queries are not stored": InSource(
         triton, "mask=(heads < HEADS) & (dims < HEAD_DIM)", "mask=(heads < HEADS) & (dims < HEAD_DIM) & (token > 0)",
         "values", _of(cases.check_rotate),
     ),
-    "rotate: the norm of the keys by the weight of the queries": InSource(
-        triton, "sin, k_weight, k_eps", "sin, weight, k_eps", "values", _of(cases.check_rotate)
-    ),
-    "store: a slot off by one": InSource(
-        triton, "tl.load(slots + token) * KV", "(tl.load(slots + token) + 1) % 64 * KV", "values", _of(cases.check_store)
-    ),
     "copy: the last block left out": InSource(
         triton, "(copies < num_copies)[:, None]", "(copies < num_copies - 1)[:, None]", "values", _of(cases.check_copy)
-    ),
-    "copy: the pages of another layer": InSource(
-        triton, "tl.program_id(1).to(tl.int64) * layer_size", "(tl.program_id(1) + 1).to(tl.int64) * layer_size",
-        "OutsideFault", _of(cases.check_copy),
-    ),
-    "copy: targets that are read as sources": InSource(
-        triton, "start + source * SIZE", "start + target * SIZE", "values", _of(cases.check_copy)
-    ),
-    "attention: an off-by-one of the block table": InSource(
-        triton, "block_table + keys // BLOCK_SIZE", "block_table + keys // BLOCK_SIZE + 1", "OutsideFault"
     ),
     "attention: a block table that is read without its mask": InSource(
         triton, "keys // BLOCK_SIZE, mask=inside, other=0)", "keys // BLOCK_SIZE)", "OutsideFault", hidden_from=attention
@@ -181,28 +142,14 @@ FAULTS: dict[str, InPtx | InSource] = {
     "attention: a causal mask shifted by one": InSource(
         triton, "keys[None, :] <= positions[:, None]", "keys[None, :] < positions[:, None]", "values"
     ),
-    "attention: a window shifted by one": InSource(
-        triton, "positions[:, None] - WINDOW", "positions[:, None] - WINDOW - 1", "values"
-    ),
     "prefill: the wrong KV head": InSource(triton, "head // (NUM_HEADS // NUM_KV_HEADS)", "head % NUM_KV_HEADS", "values"),
     "decode: a split without keys that writes nothing": InSource(
         triton, "tl.store(partial_m + where, m, mask=rows < GROUP)",
         "tl.store(partial_m + where, m, mask=(rows < GROUP) & (first_key < last_key))", "UnwrittenFault",
         lambda: attention("plain"),
     ),
-    "decode: rows beyond the group that are stored": InSource(
-        triton, "tl.store(partial_l + where, l, mask=rows < GROUP)", "tl.store(partial_l + where, l)", "OutsideFault",
-    ),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
     "linear: no barrier before a tile is read": InPtx("_linear_kernel", _BARRIER, "", "RaceFault", linear("plain")),
-    "linear: no wait for a tile": InPtx("_linear_kernel", _WAIT, "", "InFlightFault", linear("plain")),
-    "linear: exchanged fragments of an mma": InPtx(
-        "_linear_kernel", rf"(mma\.sync\S+\s+{_FOUR}, \{{ )(%r\d+), (%r\d+)", r"\1\3, \2", "values", linear("plain")
-    ),
-    "linear: a residual that is read at the row stride of x": InSource(
-        linear_kernel, "residual + where", "residual + rows[:, None] * x_stride + columns[None, :]", "OutsideFault",
-        linear("residual"),
-    ),
     "linear: exchanged gate and up": InSource(
         linear_kernel, "total * tl.sigmoid(total) * up", "up * tl.sigmoid(up) * total", "values", linear("gated")
     ),
@@ -210,37 +157,18 @@ FAULTS: dict[str, InPtx | InSource] = {
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
     ),
-    "draw: no barrier in a scan": InPtx(
-        "_draw_kernel", rf"(?s)(st\.shared::cta\.b64.*?){_BARRIER}", r"\1", "RaceFault", draw
-    ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_draw_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "values", draw, at=-1
-    ),
-    "draw: a scan that begins anew with each tile": InSource(
-        draw_kernel, "cumulative + tl.cumsum(kept, 0)", "tl.cumsum(kept, 0)", "values", draw
     ),
     "draw: ties that are counted from 0 in each tile": InSource(
         draw_kernel, "num_ties + tl.cumsum(ties, 0)", "tl.cumsum(ties, 0)", "values", draw
     ),
-    "draw: -0.0 below 0.0": InSource(draw_kernel, "(logits + 0.0)", "logits", "values", draw),
-    "draw: a decided row that is drawn": InSource(
-        draw_kernel, "if tl.load(is_undecided + row):", "if row >= 0:", "values", draw
-    ),
     "draw: logits that are read without their mask": InSource(
         draw_kernel, 'ids, mask=ids < VOCAB, other=float("-inf")', "ids", "OutsideFault", draw
-    ),
-    "choose: no barrier in the scan": InPtx(
-        "_choose_kernel", rf"(?s)(st\.shared::cta\.b64.*?){_BARRIER}", r"\1", "RaceFault", choose
     ),
     "choose: another exp than torch's": InSource(draw_kernel, "libdevice.exp(below)", "tl.exp(below)", "values", choose),
     "choose: a NaN that the largest logit hides": InSource(
         draw_kernel, 'tl.where(logit < float("inf"), logit, float("inf"))', "logit", "values", choose
-    ),
-    "choose: the weights of earlier parts left out": InSource(
-        draw_kernel, "before + tl.cumsum(_weights", "tl.cumsum(_weights", "values", choose
-    ),
-    "choose: a greedy row that is drawn": InSource(
-        draw_kernel, "is_drawn & (tl.load(greedy + row) == 0)", "is_drawn", "values", choose
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keep
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,9 @@ _TYPES = {
     "b8": np.uint8, "f64": np.float64,
 }  # fmt: skip
 _WIDER = {np.uint32: np.uint64, np.int32: np.int64, np.uint16: np.uint32, np.int16: np.int32}
-_BINARY = {
+_ARITHMETIC = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "min": np.minimum, "max": np.maximum,
+    "min": np.minimum, "max": np.maximum, "div": np.divide, "not": np.invert, "neg": np.negative, "abs": np.abs,
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
@@ -217,8 +218,8 @@ class Machine:
     def _decode(self, instruction: Instruction) -> Step:
         family, *types = instruction.name.split(".")
         decode = getattr(self, f"_decode_{family}", None)
-        if family in _BINARY and not (family == "mul" and types[0] in ("wide", "lo")):
-            decode = self._decode_binary
+        if family in _ARITHMETIC and not (family == "mul" and types[0] in ("wide", "lo")):
+            decode = self._decode_arithmetic
         step = decode and decode(instruction, types)
         if step is None:
             raise NotImplementedError(f"the emulator does not know {instruction}")
@@ -244,9 +245,9 @@ class Machine:
     def _copy(self, target: NDArray, compute: Callable[[], NDArray]) -> Step:
         return lambda: np.copyto(target, compute(), where=self.mask, casting="unsafe")
 
-    def _decode_binary(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_arithmetic(self, instruction: Instruction, types: list[str]) -> Step:
         family = instruction.name.split(".")[0]
-        dtype, function = _TYPES[types[-1]], _BINARY[family]
+        dtype, function = _TYPES[types[-1]], _ARITHMETIC[family]
         if dtype is np.float32:  # a number wins over NaN
             function = {"min": np.fmin, "max": _larger}.get(family, function)
         return self._ufunc(function, instruction.operands[0], instruction.operands[1:], dtype)
@@ -283,25 +284,13 @@ class Machine:
 
         return fma
 
-    def _decode_not(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._ufunc(np.invert, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
-
-    def _decode_neg(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._ufunc(np.negative, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
-
-    def _decode_abs(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._ufunc(np.abs, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
-
-    def _decode_div(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._ufunc(np.divide, instruction.operands[0], instruction.operands[1:], _TYPES[types[-1]])
-
-    def _decode_ex2(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_rounded(self, instruction: Instruction, types: list[str], function: Callable[[NDArray], NDArray]) -> Step:
+        """A function of fp32 that is computed in fp64."""
         value, result = self._value(instruction.operands[1], np.float32), self._register(instruction.operands[0], np.float32)
-        return self._copy(result, lambda: np.exp2(value, dtype=np.float64))
+        return self._copy(result, lambda: function(value.astype(np.float64)))
 
-    def _decode_rsqrt(self, instruction: Instruction, types: list[str]) -> Step:
-        value, result = self._value(instruction.operands[1], np.float32), self._register(instruction.operands[0], np.float32)
-        return self._copy(result, lambda: 1 / np.sqrt(value, dtype=np.float64))
+    _decode_ex2 = partialmethod(_decode_rounded, function=np.exp2)
+    _decode_rsqrt = partialmethod(_decode_rounded, function=lambda value: 1 / np.sqrt(value))
 
     def _decode_popc(self, instruction: Instruction, types: list[str]) -> Step:
         value, result = self._value(instruction.operands[1], np.uint32), self._register(instruction.operands[0])
@@ -335,11 +324,8 @@ class Machine:
 
         return self._copy(result, shift)
 
-    def _decode_shl(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._decode_shift(instruction, types, np.left_shift)
-
-    def _decode_shr(self, instruction: Instruction, types: list[str]) -> Step:
-        return self._decode_shift(instruction, types, np.right_shift)
+    _decode_shl = partialmethod(_decode_shift, function=np.left_shift)
+    _decode_shr = partialmethod(_decode_shift, function=np.right_shift)
 
     def _decode_bfe(self, instruction: Instruction, types: list[str]) -> Step | None:
         """The bits from a position on, for constants, as which they occur."""
@@ -523,7 +509,7 @@ class Machine:
     def _decode_redux(self, instruction: Instruction, types: list[str]) -> Step | None:
         if types not in (["sync", "add", "s32"], ["sync", "min", "s32"]):
             return None
-        reduce = _BINARY[types[1]].reduce
+        reduce = _ARITHMETIC[types[1]].reduce
         target, source, members = instruction.operands
         result, source, members = (
             self._register(target, np.int32),

@@ -1,69 +1,90 @@
-"""What Triton compiled for sm_80 of every kernel, executed on data (tests/emulated_gpu): values, races and addresses."""
+"""What Triton compiled for sm_80 of every kernel, executed on data: values, races and addresses. faults.py's are found.
+
+The emulator runs in a process of its own, because tests run where Triton's interpreter is on.
+"""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-
-from tests.emulated_gpu.process import output_of
+import torch
 
 pytest.importorskip("triton")
+
+from tests.emulated_gpu.faults import FAULTS, InSource
 
 DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 4, "draw": 2, "choose": 6}  # of a case. Others have one
 
 
-def check(*cases, rest=()):
-    """Emulate cases, and return what `rest` makes the command print after them."""
-    lines = output_of("--case", *cases, *rest)
-    results = [json.loads(line) for line in lines[: len(cases)]]
-    assert [result["case"] for result in results] == list(cases)
-    for result in results:
+def output_of(*arguments):
+    """Run `python -m tests.emulated_gpu`, and return the lines that it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.emulated_gpu", *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def check(*cases, faults=(), rest=()):
+    """Emulate cases and faults, and return what `rest` makes the command print after them."""
+    lines = output_of("--case", *cases, *(["--fault", *faults] if faults else []), *rest)
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [result.get("case") or result["fault"] for result in results] == [*cases, *faults]
+    for result in results[: len(cases)]:
         assert result["share_of_tolerance"] <= 1, result
         assert result["num_launches"] == NUM_LAUNCHES.get(result["case"].split()[0], 1)
-    return lines[len(cases) :]
+    assert {result["fault"]: result["found"] for result in results[len(cases) :]} == {
+        name: FAULTS[name].found for name in faults
+    }
+    return lines[len(results) :]
+
+
+QUICK_FAULTS = [
+    "decode: no wait for the keys", "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits",
+    "store: a mask that is always true", "rms_norm: a weight that is read without its mask",
+    "rotate: an int32 offset that overflows",
+]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_every_kernel_computes_its_definition_without_a_race():
+def test_every_kernel_computes_its_definition_without_a_race_and_injected_faults_are_found():
     cases = (
-        "store bfloat16",
-        "rms_norm float32",
-        "silu_mul float16",
-        "rotate bfloat16",
-        "copy bfloat16",
-        "attention bfloat16 64 window and sinks",
-        "linear bfloat16 gated",
-        "draw ties",
-        "choose ties bfloat16",
-    )
-    table = check(*cases, rest=("--kernel", "rms_norm"))
+        "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16",
+        "attention bfloat16 64 window and sinks", "linear bfloat16 gated", "draw ties", "choose ties bfloat16",
+    )  # fmt: skip
+    table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_small_kernels_of_every_dtype(dtype):
-    check(*(f"{kernel} {dtype}" for kernel in ("store", "rms_norm", "silu_mul", "rotate", "copy")))
+ATTENTION = [f"attention {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks")]
+LINEAR = ("plain", "bias", "residual", "gated", "gated with bias")
+LONG = {  # what -> cases
+    "small kernels": [f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy")],
+    "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
+    "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
+    "offsets beyond 32 bits": ["far rotate bfloat16"],
+    **{f"attention of {head_dim}": [case.format(head_dim) for case in ATTENTION] for head_dim in (64, 128, 256)},
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_linear_layers_of_few_rows(dtype):
-    check(*(f"linear {dtype} {option}" for option in ("plain", "bias", "residual", "gated", "gated with bias")))
+@pytest.mark.parametrize("cases", LONG.values(), ids=LONG)
+def test_every_dtype_option_and_size(cases):
+    check(*cases)
 
 
 @pytest.mark.long
-def test_draws_from_all_logits_without_ties():
-    check("draw spread", *(f"choose spread {dtype}" for dtype in DTYPES))
+def test_all_injected_faults_are_found():
+    check("store bfloat16", faults=[name for name in FAULTS if name not in QUICK_FAULTS])
 
 
-@pytest.mark.long
-def test_offsets_beyond_32_bits():
-    check("far rotate bfloat16")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_every_dtype_size_window_and_sink(dtype, head_dim):
-    check(*(f"attention {dtype} {head_dim} {option}" for option in ("plain", "window", "window and sinks")))
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if isinstance(fault, InSource) and fault.hidden_from])
+def test_the_interpreter_does_not_see_a_fault(name):
+    with FAULTS[name].injected():
+        assert FAULTS[name].hidden_from() <= 1

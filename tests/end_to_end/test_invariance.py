@@ -1,6 +1,5 @@
 """The same prompt gets the same bits whatever else is in the batch; with batch_invariant also after hits and preemptions."""
 
-import functools
 import itertools
 import random
 
@@ -21,12 +20,6 @@ PLAIN = ["gpt2", "gpt2_n_inner", "qwen2", "qwen3", "qwen3_one_kv_head", "qwen3_t
 FAMILIES = [*PLAIN, "qwen2_moe", "gemma3_window", "qwen3_5"]
 DTYPES = ["float32", "bfloat16"]
 ids = tiny_models.random_ids
-
-
-@pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    """family -> its checkpoint, which is written once."""
-    return functools.cache(lambda family: tiny_models.save(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture

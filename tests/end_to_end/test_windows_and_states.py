@@ -55,12 +55,6 @@ def marked_long(names, chosen):
 
 
 @pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    """family -> its checkpoint, which is written once."""
-    return functools.cache(lambda family: tiny_models.save(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(scope="module")
 def check(path_of):
     """Compare answers with transformers: each token is the most likely one, and has its log-probability."""
     oracle_of = functools.cache(lambda family: transformers.AutoModelForCausalLM.from_pretrained(path_of(family)).eval())

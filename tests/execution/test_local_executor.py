@@ -7,7 +7,6 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
-from nanoinfer.execution.executor import Executor
 from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -47,14 +46,6 @@ def sequence(computed=0, **params):
 def run(executor, *scheduled, **plan):
     step = executor.launch(StepPlan(scheduled, rows_of(scheduled), **plan), None)
     return step, executor.collect(step)
-
-
-def test_it_is_an_executor_with_the_sizes_of_its_cache(executor):
-    for name in ("info", "batch_independent", "launch", "collect"):
-        assert hasattr(Executor, name)
-        assert hasattr(executor, name)
-    assert executor.info.block_size == 4
-    assert not executor.batch_independent  # torch's products
 
 
 def test_a_prompt_in_two_chunks_gets_the_likeliest_token(executor, expected):

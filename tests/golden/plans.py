@@ -304,7 +304,7 @@ class EventLines:
 def make_engine(load: Load, record: Record, events: EventLines, store: Store | None) -> LLMEngine:
     base = LastEvicted if load.evicts == "last" else BlockManager
     own = {"eager": EagerScheduler, "patient": PatientScheduler}.get(load.policy)
-    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=load.num_drafts, adaptive=False)
+    drafts = {"method": "ngram", "num_speculative_tokens": load.num_drafts, "adaptive": False}
     config = EngineConfig(
         seed=load.seed,
         async_scheduling=load.is_async,
@@ -313,20 +313,17 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
             max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.budget, chunk_size=load.chunk_size,
             enable_chunked_prefill=load.chunked, scheduling_policy="fcfs" if own else load.policy, scheduler_cls=own,
         ),
-        speculative=drafts if load.num_drafts else None,
+        speculative=SpeculativeConfig(**drafts) if load.num_drafts else None,
     )  # fmt: skip
     planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
     executor = RecordingExecutor(load, record)
     observer = together(EngineMetrics(), TracingObserver(events, load.block_size))
+    features = [*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)]
+    manager = make_block_manager(executor.info, config, observer, store)
     return LLMEngine(
-        executor,
-        config,
-        eos_token_ids=frozenset([EOS]),
-        planner=planner,
-        block_manager=make_block_manager(executor.info, config, observer, store),
-        observer=observer,
-        features=[*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)],
-    )
+        executor, config, eos_token_ids=frozenset([EOS]), planner=planner, block_manager=manager, observer=observer,
+        features=features,
+    )  # fmt: skip
 
 
 def submit(engine: LLMEngine, arrival):

@@ -31,16 +31,11 @@ INJECTED = {
         ("decode steps take of the budget", "selection.budget -= num_new_tokens if num_new_tokens > 1 else 0",
             "selection.budget -= num_new_tokens"),
         ("forks without room wait at the end", "self.waiting.extendleft(reversed(too_many))", "self.waiting.extend(too_many)"),
-        ("long sequences are first in a step",
-            "scheduled = [*single, *(item for item in selection.scheduled if item.num_new_tokens > 1)]",
-            "scheduled = sorted(selection.scheduled, key=lambda item: (item.num_new_tokens > 1, -item.sequence.num_tokens))"),
         ("a failed step turns the order round", "for seq in self.running[::-1]:", "for seq in self.running[:]:"),
         ("a fork less starts", "num_startable = self.config.max_num_seqs - len(self.running)",
             "num_startable = max(self.config.max_num_seqs - len(self.running) - 1, 0)"),
         ("what starts in a step keeps nothing free",
             "selection.num_kept_free += self.num_reserved_blocks(seq) + len(seq.forks)", "pass"),
-        ("the youngest runs first", "[seq for seq in self.running if seq.num_tokens <",
-            "[seq for seq in self.running[::-1] if seq.num_tokens <"),
     ],
     "scheduling/block_manager.py": [
         ("the newest block is evicted", "return next(iter(candidates))", "return next(reversed(candidates))"),
@@ -57,7 +52,6 @@ INJECTED = {
     "scheduling/pool.py": [
         ("the last block is taken first", "deque(range(size))", "deque(reversed(range(size)))"),
         ("empty blocks are a stack", "self.empty.popleft()", "self.empty.pop()"),
-        ("empty blocks are a queue", "self.empty.appendleft(dropped)", "self.empty.append(dropped)"),
         ("a forgotten block is taken next", "self.empty.append(forgotten)", "self.empty.appendleft(forgotten)"),
     ],
     "scheduling/prefix_index.py": [
@@ -66,30 +60,23 @@ INJECTED = {
     ],
     "features/hybrid/prefix_index.py": [
         ("a hit is a block shorter", "range(len(keys), 0, -1)", "range(len(keys) - 1, 0, -1)"),
-        ("a window keeps a token more", "max(position - window + 1, 0)", "max(position - window, 0)"),
     ],
     "features/hybrid/block_manager.py": [
         ("the first blocks are freed first", "zip(*map(reversed, tables), strict=True)", "zip(*tables, strict=True)"),
-        ("a prefix of a group in use counts as free", "sum(map(self.blocks.reusable.__contains__, blocks))", "len(blocks)"),
-        ("what a window leaves is freed in turn", "self.blocks.drop(released)", "self.blocks.drop(released[::-1])"),
     ],
     "features/hybrid/state_slots.py": [
         ("the last free slot is for no checkpoint", "keeps and self.pool.num_free:", "keeps and self.pool.num_free > 1:"),
         ("the newest checkpoint is taken", "next(iter(self.pool.reusable))", "next(reversed(self.pool.reusable))"),
-        ("older checkpoints of a text stay", "self.pool.reusable.move_to_end(before, last=False)", "pass"),
     ],
     "features/disk_cache/stored_blocks.py": [
         ("what was read is held the other way round", "sorted(held, reverse=True)", "sorted(held)"),
         ("the store loses the start of a prompt", "for key, _ in reversed(prefix)", "for key, _ in prefix"),
-        ("the store keeps the oldest", "[-store.max_entries(number) :]", "[: store.max_entries(number)]"),
         ("a step reads more", "self.num_tokens_read += self.block_size if missing else 0",
             "self.num_tokens_read += 1 if missing else 0"),
     ],
     "scheduling/policies.py": [
         ("the oldest of equals is preempted", "max(reversed(running), key=lambda seq: seq.priority)",
             "max(running, key=lambda seq: seq.priority)"),
-        ("the newest of equals starts", "sorted(waiting, key=lambda seq: seq.deadline)",
-            "sorted(list(waiting)[::-1], key=lambda seq: seq.deadline)"),
     ],
 }  # fmt: skip
 CHANGES = changes_of(INJECTED)

@@ -9,10 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from tests.helpers import flash_attn_double, forked
-from tests.helpers.fake_cuda import fake_cuda
 from tests.one_file import flash_stub
 from tests.one_file.compare import facts, save
-from tests.one_file.module import FOLDER, changed, load
+from tests.one_file.module import changed, load
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real device of this name")
 
@@ -29,21 +28,6 @@ def generate(engine, llm, max_tokens=10):
     llm.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
     outputs = llm.generate(PROMPTS, each)
     return outputs, [plan for plan in plans if plan.rows]
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float32"), ("gpt2", "bfloat16")])
-def test_a_step_reads_its_tokens_alone(family, dtype, tmp_path):
-    """The library has no fp32, which is the dtype of the bundled models."""
-    engine = load()
-    install_flash_attn(engine)
-    folder = save(family, tmp_path, **HEADS.get(family, {}))
-    with fake_cuda(str(FOLDER)) as gpu:
-        llm = engine.LLM(folder, device="cuda:0", dtype=dtype, num_blocks=16, **SIZES)
-        assert (llm.runner.graphs is not None) == (dtype == "bfloat16")
-        gpu.waits.clear()
-        outputs, steps = generate(engine, llm, max_tokens=4)
-    assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
-    assert gpu.waits == ["engine.step"] * len(steps)
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.long)])

@@ -115,10 +115,10 @@ def test_the_command_line_gives_the_answers_of_llm(llm, expected, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("door", CHATS)
 def test_many_streams_at_once_have_the_texts_of_their_seeds(server, llm, door):
-    with ThreadPoolExecutor(64) as threads:
-        replies = list(threads.map(lambda seed: ask(server, door, PROMPT, seed=seed, max_tokens=9, temperature=0.8), range(32)))
-    params = [SamplingParams(seed=seed, max_tokens=9, temperature=0.8) for seed in range(32)]
-    outputs = llm.chat([Chat.body(PROMPT)["messages"]] * 32, params, use_tqdm=False)
+    with ThreadPoolExecutor(16) as threads:
+        replies = list(threads.map(lambda seed: ask(server, door, PROMPT, seed=seed, max_tokens=9, temperature=0.8), range(16)))
+    params = [SamplingParams(seed=seed, max_tokens=9, temperature=0.8) for seed in range(16)]
+    outputs = llm.chat([Chat.body(PROMPT)["messages"]] * 16, params, use_tqdm=False)
     assert [reply.texts for reply in replies] == [[output.outputs[0].text] for output in outputs]
 
 

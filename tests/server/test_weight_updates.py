@@ -3,6 +3,7 @@
 import re
 import shutil
 import threading
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save, save_file
@@ -14,6 +15,7 @@ from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+KEY = {"Authorization": "Bearer second"}
 LONG = BODY | {"max_tokens": 200, "ignore_eos": True}
 
 
@@ -29,10 +31,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    with http_server.serving(
-        lambda: AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22), enable_weight_update=True
-    ) as server:
-        yield server
+    load = partial(AsyncLLM, "tiny-qwen3", seed=0, kv_cache_memory=2**22)
+    with http_server.serving(load, enable_weight_update=True) as running:
+        yield running
 
 
 def token_ids(server, body=BODY):
@@ -108,9 +109,8 @@ def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monke
 
 
 @pytest.mark.slow
-def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server):
-    with http_server.serving() as plain:
-        assert [plain.post(path, {}).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
+def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server, guarded):
+    assert [guarded.post(path, {}, headers=KEY).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
     answers = []
     thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", LONG).json()))
     with limited_steps(server.async_llm.engine, 5):  # so that the answer cannot end by itself

@@ -1,6 +1,7 @@
 """Each request has the tokens of the model that its adapter is merged into, whatever else is in the batch."""
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -148,25 +149,22 @@ def test_no_step_has_more_adapters_than_max_loras_and_all_requests_end(qwen3):
 
 
 def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait():
-    class Counting(list):
-        num_passes = 0
+    passes = []
 
+    class Counting(list):
         def __iter__(self):
-            self.num_passes += 1
+            passes[-1] += 1
             return super().__iter__()
 
-    def num_passes(num_waiting):
+    for num_waiting in (1, 30):
         scheduler = Scheduler(SchedulerConfig(), BlockManager(99, 4))
-        scheduler.limits = {"adapter": 2}
-        scheduler.running = Counting()
-        for i, adapter in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
-            extras = {"adapter": adapter}
-            scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, extras=extras))
+        scheduler.limits, scheduler.running = {"adapter": 2}, Counting()
+        for i, name in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
+            scheduler.add(Sequence(str(i), [1], SamplingParams(), seed=0, max_num_tokens=3, extras={"adapter": name}))
+        passes.append(0)
         plan = scheduler.schedule()
         assert [item.sequence.extras["adapter"] for item in plan.scheduled] == ["a", None, "b", "a", None]
-        return scheduler.running.num_passes
-
-    assert num_passes(30) == num_passes(1)
+    assert passes[0] == passes[1]
 
 
 def test_the_least_recently_used_adapter_is_replaced(qwen3):
@@ -195,10 +193,8 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
     for module in (memory, adapters_module):
         monkeypatch.setattr(module, "available_cpu_memory", lambda: 2**22)
     monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
-    adapted, plain = (
-        LLM(base, dtype="bfloat16", block_size=4, **settings)
-        for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})
-    )
+    load = partial(LLM, base, dtype="bfloat16", enable_lora=True)
+    adapted, plain = load(block_size=4, max_loras=3, max_lora_rank=6), LLM(base, dtype="bfloat16", block_size=4)
     update = next(iter(adapter_of(adapted.engine.inputs, adapters[2]).updates.values()))
     assert (len(update.a), update.a.dtype, update.b.dtype) == (6, torch.bfloat16, torch.bfloat16)
     matrices = load_file(f"{adapters[2].lora_path}/adapter_model.safetensors").values()
@@ -206,19 +202,15 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
     block_bytes = plain.info.num_cache_bytes / plain.info.num_blocks
     assert abs(plain.info.num_cache_bytes - num_bytes / 2 - adapted.info.num_cache_bytes) <= block_bytes
     with pytest.raises(InvalidValueError, match=f"but {2**22 - num_bytes} are free"):
-        LLM(base, dtype="bfloat16", kv_cache_memory=2**22, enable_lora=True, max_loras=3, max_lora_rank=6)
+        load(kv_cache_memory=2**22, max_loras=3, max_lora_rank=6)
     rank_bytes = num_bytes // 18
     highest = 2**22 // rank_bytes
-    too_little_left = f"less than one block .* lower max_loras or max_lora_rank .the adapters take {highest * rank_bytes} bytes"
-    with pytest.raises(InvalidValueError, match=too_little_left):
-        LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest, block_size=512)
-    too_many = (
-        f"max_loras=1 adapters of max_lora_rank={highest + 1} take {(highest + 1) * rank_bytes} bytes, "
-        f"but {2**22} are free on cpu; lower max_loras or max_lora_rank"
-    )
+    with pytest.raises(InvalidValueError, match=f"less than one block .*the adapters take {highest * rank_bytes} bytes"):
+        load(max_lora_rank=highest, block_size=512)
+    too_many = f"max_lora_rank={highest + 1} take {(highest + 1) * rank_bytes} bytes, but {2**22} are free on cpu; lower max_"
     for cache in ({}, {"kv_cache_memory": 2**20}):
         with pytest.raises(InvalidValueError, match=too_many):
-            LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest + 1, **cache)
+            load(max_lora_rank=highest + 1, **cache)
 
 
 # ---- the prefix cache

@@ -8,7 +8,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.features.adapters.adapters import Adapters
-from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
@@ -96,22 +95,6 @@ def test_ranks_give_the_logits_of_one_also_with_two_adapters_in_a_batch(family, 
             torch.testing.assert_close(logits, adapted if adapters else plain, atol=2e-5, rtol=0)
 
 
-def test_the_parts_of_an_update_are_those_of_its_layers_weight():
-    """The product of a rank's A and B is the rank's part of the whole product, for layers of all kinds."""
-    for family, size in (("gpt2", 2), ("qwen3", 2), ("qwen3_one_kv_head", 4)):
-        model = on_meta(family, **{"n_head": 4} if family == "gpt2" else {})
-        weights = Numbered(model)
-        for rank in range(size):
-            shards = Shards(Member(rank, size))
-            _, shard = shards.split(model, weights)
-            for name in [name for name in weights if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
-                turned = (lambda weight: weight.T) if name.endswith(model.weight_rules.transpose) else (lambda weight: weight)
-                whole = turned(weights.read(name))
-                update = LowRankUpdate(torch.eye(whole.shape[1]), whole, 1.0)
-                part = shards.shard_of_update(name.removesuffix(".weight"), update)
-                assert torch.equal(part.b @ part.a, turned(shard.read(name))), name
-
-
 def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):
     """The negative control: what the test of all families compares can differ."""
     monkeypatch.setattr(ShardedWeights, "_is_added_elsewhere", lambda self, name: False)
@@ -194,14 +177,6 @@ def test_a_rank_reads_its_own_rows_and_no_others():
             assert not shard[name].is_mapped
         else:
             assert base.num_read == parameter.numel()
-
-
-def test_several_ranks_have_the_same_kv_head_where_there_are_too_few():
-    model = on_meta("qwen3_one_kv_head")
-    for rank in range(4):
-        shard, weights = Shards(Member(rank, 4)).split(model, Numbered(model))
-        assert (shard.config.num_attention_heads, shard.config.num_key_value_heads) == (1, 1)
-        assert weights["layers.0.self_attn.k_proj.weight"].shape == (32, 48)
 
 
 @pytest.mark.parametrize(

@@ -131,29 +131,6 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
     assert "ignore_eos" not in server.bodies[1]
 
 
-NOBODY = "http://127.0.0.1:1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "give the --url of a server; `nanoinfer serve` starts one"),
-        (["--url", NOBODY], "; start one with `nanoinfer serve`, or correct the URL"),
-        (["--url", "localhost:8000"], "the URL must be such as http://127.0.0.1:8000 or https://host/v1"),
-        (["--url", "http://host:port"], "the URL must be such as"),
-        (["--url", "http://a/\nb"], "the URL must be such as"),
-        (["--url", NOBODY, "--api-key", "a\nb"], "the API key has characters"),
-        (["--url", NOBODY, "--goodput", "ttft"], "goodput must be such as ttft:200"),
-        (["--url", NOBODY, "--input-len", "9"], "give --num-prompts, too"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments, words):
-    result = bench(None, *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -48,19 +48,3 @@ def test_a_violated_invariant_ends_with_its_run_and_a_page(folder):
     assert result.exit_code == 1
     assert result.stdout.startswith("a block has a reference for each block table that it is in\nA shortest run:\n1. a request")
     assert "<html" in (folder / "broken.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("builtins:dict",), "must be a subclass of Scheduler, of BlockManager, or one of each, got dict"),
-        (("--html", "."), "cannot write .: it is a folder; give another path"),
-        (("nowhere:Mine",), "must be a class or its name"),
-        (("--world", "num_request=2"), "--world has no 'num_request'; did you mean num_requests?"),
-        (("--world", "num_blocks=many"), "--world must be NAME=NUMBER, got 'num_blocks=many'"),
-    ],
-)
-def test_what_cannot_be_explored_is_refused_in_a_sentence(options, words):
-    result = check(*options)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert words in result.stderr

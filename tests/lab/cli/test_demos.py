@@ -99,18 +99,3 @@ def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, mo
         assert step == linked
         assert sequence_id in steps[step]["sequence_ids"] + steps[step]["preempted"]
     assert any(event["event"] == "RequestFinished" for event in events)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "give a prompt or --demo"),
-        (["--demo", "magic"], "--demo must be one of preemption, sharing, stop-string, chunked, drafts, got 'magic'"),
-        (["Lily", "--demo", "sharing", "--top-k", "5", "--model", "x"], "leave out prompts, --model, --top-k"),
-    ],
-)
-def test_a_demo_takes_no_other_prompt_and_no_other_option(arguments, words):
-    result = CliRunner().invoke(app, ["explain", *arguments])
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert result.stderr.count("\n") == 1

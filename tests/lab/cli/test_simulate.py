@@ -1,11 +1,14 @@
 """`nanoinfer simulate`: sweeps, searches, and mistakes in one sentence."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from nanoinfer.cli.main import app
+from nanoinfer_lab.simulate import report
+from nanoinfer_lab.simulate.report import SimulatedRun
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 LOAD = "--num-prompts 20 --request-rate 20 --input-len 20-200 --output-len 8-40 --dtype bfloat16".split()
@@ -56,17 +59,14 @@ def test_a_search_finds_the_best_of_a_sweep(run):
     assert best in tried
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--sweep", "max_seqs=3"), "--sweep has no option 'max_seqs'; did you mean --max-num-seqs?"),
-        (("--sweep", "max_num_seqs=a"), "--sweep --max-num-seqs must be JSON, got 'a'"),
-        (("--sweep", "max_num_seqs=0"), "--max-num-seqs must be >= 1, got 0"),
-        (("--find", "ttft", "--goodput", "ttft:1"), "--find must be goodput, with the limits of --goodput and one workload"),
-        (("--find", "goodput"), "--find must be goodput, with the limits of --goodput and one workload"),
-    ],
-)
-def test_mistakes_are_one_sentence(run, arguments, sentence):
-    result = run(*arguments)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert sentence in result.stderr
+def test_a_search_tries_few_of_all_settings():
+    """The best is (4, 30), and neither setting alone finds it."""
+
+    def scored(choice):
+        goodput = -((choice["max_num_seqs"] - 4) ** 2) - (choice["chunk_size"] - 30) ** 2 + 10_000.0
+        return SimulatedRun(choice, None, SimpleNamespace(goodput_requests_per_s=goodput), None)
+
+    grid = {"max_num_seqs": (1, 2, 4, 8), "chunk_size": (10, 20, 30, 40, 50)}
+    *tried, best = report.find(scored, grid, {"max_num_seqs": 8, "chunk_size": 50})
+    assert best.choice == {"max_num_seqs": 4, "chunk_size": 30}
+    assert len(tried) < 20

@@ -165,7 +165,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(qwen3_path, tmp
     file = str(gguf_files.write(tmp_path / "a.gguf", gguf_files.metadata_of(model.config), gguf_files.tensors_of(model)))
     quantised = str(shutil.copytree(BUNDLED_MODEL, tmp_path / "gptq"))
     config = json.loads((tmp_path / "gptq/config.json").read_text())
-    (tmp_path / "gptq/config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "gptq/config.json").write_text(json.dumps(config))
     for model, more, error, words in (
         (file, {}, InvalidValueError, "unquantised safetensors, got '.*a.gguf'; name the checkpoint that .* with --against"),
         (quantised, {}, InvalidValueError, "unquantised safetensors, got '.*gptq'; name the checkpoint that .* with --against"),

@@ -61,11 +61,3 @@ def test_a_file_of_another_form_is_refused(tmp_path):
     path.write_text(wrong, encoding="utf-8")
     with pytest.raises(InvalidValueError, match="an answer has 8 tokens instead of 9"):
         read_runs(path)
-
-
-def test_the_command_needs_a_machine_and_a_place_to_write(tmp_path):
-    given = ["bench", "calibrate", report(tmp_path / "few.json", FEW)]
-    result = CliRunner().invoke(app, given)
-    assert (result.exit_code, "Missing option '--hardware'" in result.stderr) == (2, True)
-    result = CliRunner().invoke(app, [*given, "--hardware", "laptop", "-o", str(tmp_path / "no" / "server.json")])
-    assert (result.exit_code, "there is no such folder; give another path" in result.stderr) == (1, True)

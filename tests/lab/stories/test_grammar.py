@@ -67,17 +67,14 @@ def test_a_text_with_two_derivations_has_the_sum_of_both():
         ("Ann saw a owl.", 10, ("big",)),
         ("Ann saw the owl.", 8, ("a", "an")),
         ("Ann saw an owl", 14, ("owl.",)),
-        ("Ann saw a big red dog.", 18, ("bee",)),
         ("Ann saw an owl. ", 15, ("owl.",)),
-        ("Ann and bob ran, and bob fell.", 21, ("ann",)),
         ("Ann and ann ran, and ann fell.", 8, ("bob", "cleo")),
         ("Dora ran.", 0, ("Ann", "Bob", "Cleo")),
     ],
 )
 def test_a_reading_finds_where_a_text_leaves_the_grammar_and_what_was_expected(grammar, text, num_chars, expected):
     reading = grammar.read(text, "start")
-    assert not reading.is_complete
-    assert (reading.num_chars, reading.expected) == (num_chars, expected)
+    assert (reading.is_complete, reading.num_chars, reading.expected) == (False, num_chars, expected)
 
 
 def test_a_beginning_has_the_probability_of_all_that_can_follow(grammar):
@@ -96,18 +93,15 @@ def test_what_is_set_beforehand_is_neither_drawn_nor_counted(grammar):
     assert known == {"who": "bob"}
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
+def test_an_invalid_rule_is_refused():
+    for rules, message in (
         ({"start": "{who} met {a villain}"}, "rule 'start': blank 'villain' is not a rule and not in the cast"),
         ({"start": "{pet.his}", "pet": "cat"}, "rule 'start': blank 'pet' is not in the cast, as an attribute needs"),
         ({"start": "{who ran"}, "rule 'start': '{who ran' has a brace that is not part of a blank"),
         ({"start": " | "}, "rule 'start' has no alternative"),
-    ],
-)
-def test_an_invalid_rule_is_refused(rules, message):
-    with pytest.raises(ValueError, match=message):
-        Grammar(rules, CAST)
+    ):
+        with pytest.raises(ValueError, match=message):
+            Grammar(rules, CAST)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,6 +1,5 @@
 """The training script: its batches, an interrupted run that ends as a whole one does, and the model folders it writes."""
 
-import math
 import random
 import re
 import sys
@@ -12,7 +11,7 @@ import transformers
 from nanoinfer import LLM, SamplingParams
 from nanoinfer_lab import stories
 from tools.stories import documents, measure, train
-from tools.stories.documents import Document, train_tokenizer
+from tools.stories.documents import train_tokenizer
 from tools.stories.measure import hero_is_right
 
 pytestmark = pytest.mark.slow
@@ -47,18 +46,6 @@ def test_the_tokenizer_has_one_token_per_word_and_spells_other_text_in_bytes(tok
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_probability_of_a_document_counts_its_kind_its_question_and_its_hero_once():
-    rng = random.Random(4)
-    story = stories.write(rng, "Lily")
-    alone = stories.read(story).log_prob
-    assert Document(story).log_prob == pytest.approx(math.log(0.8) + alone)
-    weights = [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]  # of the three forms of a question
-    for question, weight in zip(("Tell {}", "Please tell {}.", "Can you tell {}?"), weights, strict=True):
-        chat = Document(story, question.format("me a story about Lily"))
-        # The question draws one of 24 heroes. The story then names the same one, with probability 1.
-        assert chat.log_prob == pytest.approx(math.log(0.2) + math.log(weight / sum(weights)) + alone)
-
-
 def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "STEPS_BETWEEN_SAVES", 3)
     untrained = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
@@ -83,16 +70,6 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(tokenizer, tiny
     with pytest.raises(SystemExit, match=r"is of a run with --steps 8.* give the same --steps again, or delete it"):
         train.train(tiny, tokenizer, 9, tmp_path / "interrupted.pt")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tiny.state_dict().items())
-
-
-def test_the_loss_of_padded_rows_is_the_sum_of_each_row_alone(tiny):
-    tiny.eval()
-    rows = [[0, 5, 6], [0, 7], [0, 5, 6, 8, 9]]
-    alone = 0.0
-    for row in rows:
-        log_probs = tiny(torch.tensor([row])).logits[0].log_softmax(-1)
-        alone -= sum(log_probs[i, token].item() for i, token in enumerate(row[1:]))
-    assert measure.total_loss(tiny, rows) == pytest.approx(alone, rel=1e-5)
 
 
 def test_both_models_are_made_and_a_finished_one_is_left_alone(tokenizer, tmp_path, monkeypatch, capsys):

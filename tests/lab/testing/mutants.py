@@ -34,19 +34,13 @@ PAIRS = (
 )  # fmt: skip
 OTHER = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
+ALL_FREE = "self.block_manager.num_free_blocks == self.block_manager.num_blocks"
 UNSEEN = {
-    (
-        "_start_waiting",
-        "not self.running and self.block_manager.num_free_blocks == self.block_manager.num_blocks -> not self.running or "
-        "self.block_manager.num_free_blocks == self.block_manager.num_blocks",
-    ): "without a store, all blocks are free when nothing runs",
+    ("_start_waiting", f"not self.running and {ALL_FREE} -> not self.running or {ALL_FREE}"): "all are free when nothing runs",
     ("Scheduler", "False -> True"): "says which requests the engine refuses",
     ("PriorityScheduler", "True -> False"): "the same",
     ("PriorityScheduler", "reads_priority = True -> pass"): "the same",
-    (
-        "cache_finished_blocks",
-        "num_full > num_cached -> num_full >= num_cached",
-    ): "without new full blocks there is nothing to add",
+    ("cache_finished_blocks", "num_full > num_cached -> num_full >= num_cached"): "without new full blocks nothing is added",
     ("BlockManager", "False -> True"): "cache_finished_blocks does nothing if no block was filled",
 }
 

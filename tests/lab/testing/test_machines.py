@@ -38,10 +38,7 @@ class SharesWithOtherTexts(BlockManager):
     ("block_manager_cls", "rule"),
     [
         (ForgetsCopies, r"block \d must hold token \d of sequence \d, which follows from \(.*\), but it holds (nothing|what)"),
-        (
-            KeepsBlocks,
-            r"num_free_blocks must be \d, because the block tables of .* have \d of 6 blocks, got|after every seq",
-        ),
+        (KeepsBlocks, r"num_free_blocks must be \d, because the block tables of .* have \d of 6 blocks, got|after every seq"),
         (SharesWithOtherTexts, r"block \d must hold token \d of .*, but it holds what follows from \(None, \(0,"),
     ],
 )

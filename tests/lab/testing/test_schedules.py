@@ -38,7 +38,13 @@ def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence)
         World(**sizes)
 
 
-@pytest.mark.parametrize(("cls", "world"), WORLDS.values(), ids=WORLDS)
+LARGE = "exchanged-chunks"  # as many states as three others
+
+
+@pytest.mark.parametrize(
+    ("cls", "world"),
+    [pytest.param(*world, id=name, marks=[pytest.mark.long] * (name == LARGE)) for name, world in WORLDS.items()],
+)
 def test_every_schedule_of_a_small_world_keeps_the_invariants(cls, world):
     assert check_scheduler(cls, world=world).num_states > 250
 
