@@ -8,7 +8,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.features.adapters.adapters import Adapters
-from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.load import load
@@ -17,7 +16,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
-from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.lora_adapters import write_requests
 from tests.helpers.thread_ranks import Member, on_ranks
 
 ODD_VOCAB_SIZE = 97
@@ -84,9 +83,7 @@ def on_meta(family, **overrides):
 def test_ranks_give_the_logits_of_one_also_with_two_adapters_in_a_batch(family, tmp_path):
     path = tiny_models.save(family, tmp_path / "base", vocab_size=ODD_VOCAB_SIZE, **HEADS.get(family, {}))
     checkpoint = Checkpoint.open(str(path))
-    requests = [LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2)]
-    for one in requests:
-        write_adapter(tmp_path / one.lora_name, linear_shapes(path), seed=one.lora_int_id, lora_alpha=16)
+    requests = write_requests(path, tmp_path, (4, 4))
     plain = logits_of(loader.load_model(checkpoint, "float32"))
     adapted = logits_with_adapters(loader.load_model(checkpoint, "float32"), requests)
     assert all((adapted - plain)[slice(*half)].abs().max() > 0.1 for half in HALVES)
