@@ -2,14 +2,11 @@
 
     python -m tests.fuzz --requests 2000
     python -m tests.fuzz --requests 2000 --seed 1 --part bits --dtype bfloat16 --family gpt2
-    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window
-    python -m tests.fuzz --requests 2000 --part hits --family qwen3 --adapters 8
+    python -m tests.fuzz --requests 2000 --part hits --family gemma3_window --adapters 8
     python -m tests.fuzz --requests 60 --part fast --dtype bfloat16
 
-bits    Requests together and then each alone: tokens and log-probabilities must have the same bits where the engine says so.
-        The model has random weights and the width of a small real one. Requests arrive in the middle of others' answers.
-        Neither prefix hits nor preemptions occur, since those may change bits.
-        With --speculative, requests with drafts and then the same without, in a different order and at different times.
+bits    Requests together and then each alone, on a random model of the width of a small real one: tokens and log-probabilities
+        have the same bits where the engine says so. There are neither prefix hits nor preemptions, which may change bits.
 hits    With batch_invariant, requests with shared prefixes, several answers, beams, drafts and aborts, in caches of few blocks,
         and then each alone without a prefix cache: the same bits. For a tiny model of any family, with windows or states.
         With --adapters, requests have LoRA adapters or none, and the tokens of the model that their adapter is merged into.
@@ -17,7 +14,7 @@ fast    Greedy and top_k requests with the screened head and with the drafts of 
         and the same bits of log-probabilities and of the logits that the screened head computes, which must be all that count.
         On the bundled models, and on a random model with GPT-2's vocabulary, where many bfloat16 logits are equal.
 api     Requests, streams, beam searches and aborts in text, on engines with random settings, most with too few blocks: every
-        output must keep the rules, and no block may be lost. With batch_invariant, the bits are those of each alone.
+        output keeps the rules, and no block is lost. With batch_invariant, the bits are those of each alone.
 """
 
 import argparse
@@ -84,48 +81,6 @@ def values_of(logprobs):
     return [position and {i: entry.logprob for i, entry in position.items()} for position in logprobs or ()]
 
 
-def run(llm, requests, rng):
-    """The answers, in the requests' order. rng: when they arrive; None is all at once."""
-    waiting, begun = list(reversed(requests)), []
-    while waiting or llm.engine.num_unfinished:
-        num_new = len(waiting) if rng is None else rng.randrange(6)
-        for _ in range(min(num_new, len(waiting), 64 - llm.engine.num_unfinished)):
-            prompt, params = waiting.pop()
-            begun.append(llm.engine.add_request(prompt, params))
-        llm.engine.step()
-    return [told_by_answer(request.output.outputs[0]) for request in begun]
-
-
-def run_shuffled(llm, requests, rng):
-    """As run, in a random order."""
-    order = rng.sample(range(len(requests)), len(requests))
-    answers = dict(zip(order, run(llm, [requests[i] for i in order], rng), strict=True))
-    return [answers[i] for i in range(len(requests))]
-
-
-def compare_bits(num_requests, rng, given):
-    with tempfile.TemporaryDirectory() as folder:
-        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
-        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
-        llm = plain_llm = LLM(path, enforce_eager=given.enforce_eager, **settings)
-        if given.speculative:
-            speculation = speculative_config(given.speculative, path)
-            llm = LLM(path, enforce_eager=given.enforce_eager, speculative_config=speculation, **settings)
-        requests = [random_request(rng) for _ in range(num_requests)]
-        together = run(llm, requests, rng)
-        if given.speculative:  # alone would take 5 times as long, and the run without --speculative does it
-            expected = run_shuffled(plain_llm, requests, rng)
-        else:
-            expected = [run(plain_llm, [request], None)[0] for request in requests]
-        different = sum(one != other for one, other in zip(together, expected, strict=True))
-        tiny_models.assert_nothing_is_left(llm)
-        promised = "the same bits" if llm.batch_independent else "nothing"
-    print(f"{num_requests} requests in {given.dtype}, {given.family}: {different} differ, {promised} promised")
-    if given.speculative:
-        print(llm.engine.planner.counts)
-    return not different or promised == "nothing"
-
-
 # ---- fast
 
 ONE_TO_FOUR = {"num_speculative_tokens": 4, "adaptive": False}
@@ -156,6 +111,17 @@ DRAFTS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, **ONE_TO_FOUR},
     "own": {"method": Successors, **ONE_TO_FOUR},
 }
+
+
+def run_shuffled(llm, requests, rng):
+    """The answers, in the requests' order, to requests that arrive in a random order and at random times."""
+    order, begun = rng.sample(range(len(requests)), len(requests)), []
+    while len(begun) < len(order) or llm.engine.num_unfinished:
+        for index in order[len(begun) :][: min(rng.randrange(6), 64 - llm.engine.num_unfinished)]:
+            begun.append(llm.engine.add_request(*requests[index]))
+        llm.engine.step()
+    answers = {index: told_by_answer(request.output.outputs[0]) for index, request in zip(order, begun, strict=True)}
+    return [answers[i] for i in range(len(requests))]
 
 
 def greedy_or_few(rng, num_ids):
@@ -234,7 +200,7 @@ def compare_fast(num_requests, rng, given):
     return not num_different
 
 
-# ---- hits and api
+# ---- bits, hits and api
 
 
 class Call(NamedTuple):
@@ -295,7 +261,7 @@ def run_calls(rng, llm, todo):
         if llm.engine.num_unfinished:
             llm.engine.step()
         for _, running in live:
-            if rng.random() < 0.002:
+            if rng.random() < 0.0005:
                 llm.abort(running.request_id)
             if running.stream and running.output is None and rng.random() < 0.5:
                 running.read()
@@ -331,8 +297,36 @@ def is_the_same(output, expected):
     return all(part == whole[: len(part)] for part, whole in parts)
 
 
+def cramped_engine(rng, path, num_tokens, settings):
+    """An engine with random settings, in which a sequence of so many tokens leaves few blocks to others, and these settings."""
+    settings = settings | {
+        "chunk_size": rng.choice([3, 16, 64]),
+        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
+        "max_num_seqs": rng.choice([2, 4, 8]),
+        "enable_prefix_caching": rng.random() < 0.9,
+    }
+    drafts = {"speculative_config": speculative_config("ngram", path)}
+    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
+    return tiny_models.cramped(path, num_tokens, rng.choice([0, 10, 100]), **settings), settings
+
+
+def compare_bits(num_requests, rng, given):
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_models.save(given.family, Path(folder), **tiny_models.WIDE[given.family], **ONE_LAYER[given.family])
+        settings = {"dtype": given.dtype, "kv_cache_memory": 2**27, "enable_prefix_caching": False}
+        settings["enforce_eager"] = given.enforce_eager
+        llm = plain = LLM(path, **settings)
+        if given.speculative:
+            llm = LLM(path, speculative_config=speculative_config(given.speculative, path), **settings)
+
+        def new_round():
+            return llm, plain, settings, lambda: Call("request", *random_request(rng))
+
+        return check_rounds(f"{given.family} in {given.dtype}", num_requests, rng, new_round)
+
+
 MOST_SHARED, MOST_OWN, MOST_NEW = 90, 50, 32  # tokens
-NUM_OF_HITS = 50  # requests on an engine
+NUM_AT_A_TIME = 50  # requests on an engine
 # The sums differ in their last bits, so that a token may differ where two are nearly as likely.
 MERGED, NOT_MERGED = "with the tokens of the merged model", "with other tokens than the merged model"
 
@@ -349,19 +343,6 @@ def call_with_ids(rng, earlier, adapters):
     return Call("request", earlier[-1], random_params(rng, **more), rng.choice([None, *adapters]) if adapters else None)
 
 
-def cramped_engine(rng, path, settings):
-    """An engine with random settings, in which the longest of the sequences leaves few blocks to others, and these settings."""
-    settings = settings | {
-        "chunk_size": rng.choice([7, 16, 64]),
-        "max_num_batched_tokens": rng.choice([16, 64, 4096]),
-        "max_num_seqs": rng.choice([2, 4, 8]),
-        "enable_prefix_caching": rng.random() < 0.9,
-    }
-    drafts = {"speculative_config": speculative_config("ngram", path)}
-    settings |= drafts if rng.random() < 0.4 else {"async_scheduling": rng.random() < 0.5}
-    return tiny_models.cramped(path, MOST_SHARED + MOST_OWN + MOST_NEW, rng.choice([0, 10, 100]), **settings), settings
-
-
 def save_adapters(path, num):
     """LoRARequests of random adapters beside a checkpoint, each of another rank."""
     for i in range(num):
@@ -371,7 +352,6 @@ def save_adapters(path, num):
 
 
 def compare_hits(num_requests, rng, given):
-    counts, differ = Counter(), 0
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_models.save(given.family, Path(folder))
         adapters, earlier = save_adapters(path, given.adapters), [[]]
@@ -379,59 +359,32 @@ def compare_hits(num_requests, rng, given):
         merged = {one: LLM(path, lora=one.lora_path, kv_cache_memory=2**24, **settings) for one in adapters}
         if adapters:
             settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
-        for start in range(0, num_requests, NUM_OF_HITS):
+
+        def new_round():
             settings["block_size"] = rng.choice([4, 8, 16])
             plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
-            if not plain.batch_independent:
-                print(f"{given.family} in {given.dtype}: nothing promised")
-                return True
-            llm, more = cramped_engine(rng, path, settings)
-            calls = [call_with_ids(rng, earlier, adapters) for _ in range(min(NUM_OF_HITS, num_requests - start))]
-            for call, output in run_calls(rng, llm, calls):
-                expected = alone(plain, call)
-                counts["requests"] += 1
-                counts["beam searches"] += call.kind == "beams" and output is not None
-                if call.kind != "beams":
-                    counts["aborted"] += was_aborted(output)
-                    counts["after a hit"] += output.metrics.num_cached_tokens > 0
-                    counts["preempted"] += output.metrics.num_preemptions > 0
-                if call.adapter is not None:
-                    [other] = merged[call.adapter].generate(call.prompt, call.params, use_tqdm=False)
-                    is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in expected.outputs]
-                    counts[MERGED if is_same else NOT_MERGED] += 1
-                if not is_the_same(output, expected):
-                    differ += 1
-                    print(f"different with {more}: {call}")
-            if llm.engine.planner is not None:
-                metrics = llm.engine.planner.counts
-                counts["drafts accepted"] += metrics.num_accepted_tokens
-                counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
-    print(f"{given.family} in {given.dtype}, {differ} differ:", ", ".join(f"{n} {what}" for what, n in counts.items()))
-    return not differ and counts[NOT_MERGED] <= 0.01 * num_requests
+            llm, more = cramped_engine(rng, path, MOST_SHARED + MOST_OWN + MOST_NEW, settings)
+            return llm, plain, more, lambda: call_with_ids(rng, earlier, adapters)
+
+        return check_rounds(f"{given.family} in {given.dtype}", num_requests, rng, new_round, merged=merged)
 
 
 WORDS = ("Once", " upon", " a time", " Lily", " the fox", ".", " 🦊", "你好", "\n", " said")
-NUM_AT_A_TIME, MODEL_LEN = 40, 96
+MODEL_LEN = 96
 
 
-def random_engine(rng):
-    block_size = rng.choice([1, 4, 16, 64])
-    num_blocks = -(-MODEL_LEN // block_size) * rng.choice([1, 1, 2, 3, 20])
-    model = rng.choice(["tiny-gpt2", "tiny-qwen3"])
-    settings = {
-        "block_size": block_size,
-        "max_model_len": MODEL_LEN,
-        "max_num_seqs": rng.choice([1, 2, 5, 64]),
-        "chunk_size": rng.choice([3, 16, 1024]),
-        "max_num_batched_tokens": rng.choice([7, 64, 4096]),
-        "enable_prefix_caching": rng.random() < 0.7,
-        "async_scheduling": rng.random() < 0.5,
-        "attention_backend": rng.choice(["auto", "auto", "reference"]),
-    }
-    probe = LLM(model, block_size=block_size, kv_cache_memory=2**24)
-    settings["kv_cache_memory"] = num_blocks * probe.info.num_cache_bytes // probe.info.num_blocks
-    settings["batch_invariant"] = probe.batch_independent and rng.random() < 0.5
-    return LLM(model, **settings), settings
+def use_api(num_requests, rng, given):
+    def new_round():
+        settings = {
+            "block_size": rng.choice([1, 4, 16, 64]),
+            "max_model_len": MODEL_LEN,
+            "attention_backend": rng.choice(["auto", "auto", "reference"]),
+            "batch_invariant": rng.random() < 0.5,
+        }
+        llm, settings = cramped_engine(rng, rng.choice(["tiny-gpt2", "tiny-qwen3"]), MODEL_LEN, settings)
+        return llm, llm, settings, lambda: call_with_text(rng)
+
+    return check_rounds("in text", num_requests, rng, new_round, is_promised=False)
 
 
 def call_with_text(rng):
@@ -457,39 +410,62 @@ def call_with_text(rng):
     return Call(kind, prompt, params)
 
 
-def check_output(llm, output, params):
-    """The rules that every answer keeps, whatever came between."""
-    for answer in output.outputs:
-        ids, stop = answer.token_ids, params.stop or ()
-        assert answer.finish_reason in ("stop", "length", "abort"), answer
-        assert len(ids) <= params.max_tokens, answer
-        assert (answer.logprobs is not None and len(answer.logprobs) == len(ids)) == (params.logprobs is not None), answer
-        if answer.stop_reason is None and not (params.include_stop_str_in_output and answer.finish_reason == "stop"):
-            shown = ids[:-1] if answer.finish_reason == "stop" else ids
-            text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
-            assert answer.text == text.rstrip("\ufffd"), (answer, text)
-        if not params.include_stop_str_in_output and not params.min_tokens:
-            assert not any(string in answer.text for string in stop), answer
+def check_rounds(name, num_requests, rng, new_round, *, is_promised=True, merged=None):
+    """Run calls on several engines, check every output, and compare it with that of a plain engine.
 
-
-def use_api(num_requests, rng, given):
-    num_answers = 0
+    Args:
+        new_round: returns an engine, a plain one, the settings of the first and a function that makes a call.
+        is_promised: Whether the bits are the same without batch_invariant.
+        merged: adapter -> an engine with the model that it is merged into.
+    """
+    counts, num_different = Counter(), 0
     for start in range(0, num_requests, NUM_AT_A_TIME):
-        llm, settings = random_engine(rng)
-        try:
-            calls = [call_with_text(rng) for _ in range(min(NUM_AT_A_TIME, num_requests - start))]
-            for call, output in run_calls(rng, llm, calls):
-                if call.kind != "beams":
-                    check_output(llm, output, call.params)
-                    num_answers += len(output.outputs)
-                if settings["batch_invariant"]:
-                    assert is_the_same(output, expected := alone(llm, call)), (call, output, expected)
-            tiny_models.assert_nothing_is_left(llm)
-        except BaseException:
-            print(f"failed with the engine {settings}")
-            raise
-    print(f"{num_requests} requests, {num_answers} answers: every rule kept, no block lost")
-    return True
+        llm, plain, settings, new_call = new_round()
+        is_compared = (is_promised or settings["batch_invariant"]) and plain.batch_independent
+        for call, output in run_calls(rng, llm, [new_call() for _ in range(min(NUM_AT_A_TIME, num_requests - start))]):
+            is_right = not is_compared or is_the_same(output, expected := alone(plain, call))
+            counts["requests"] += 1
+            counts["compared"] += is_compared
+            if call.kind == "beams":
+                counts["beam searches"] += output is not None
+            else:
+                is_right = is_right and keeps_the_rules(llm, output, call.params)
+                counts["aborted"] += was_aborted(output)
+                counts["after a hit"] += output.metrics.num_cached_tokens > 0
+                counts["preempted"] += output.metrics.num_preemptions > 0
+            if call.adapter is not None and is_compared:
+                [other] = merged[call.adapter].generate(call.prompt, call.params, use_tqdm=False)
+                is_same = [one.token_ids for one in other.outputs] == [one.token_ids for one in expected.outputs]
+                counts[MERGED if is_same else NOT_MERGED] += 1
+            if not is_right:
+                num_different += 1
+                print(f"different with {settings}: {call}, {output}")
+        tiny_models.assert_nothing_is_left(llm)
+        if llm.engine.planner is not None:
+            metrics = llm.engine.planner.counts
+            counts["drafts accepted"] += metrics.num_accepted_tokens
+            counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
+    print(f"{name}, {num_different} differ:", ", ".join(f"{count} {what}" for what, count in counts.items()))
+    return not num_different and counts[NOT_MERGED] <= 0.01 * num_requests
+
+
+def keeps_the_rules(llm, output, params):
+    """Whether every answer keeps the rules, whatever came between."""
+    return all(one.finish_reason in ("stop", "length", "abort") and is_consistent(llm, one, params) for one in output.outputs)
+
+
+def is_consistent(llm, answer, params):
+    ids, shows_stop = answer.token_ids, params.include_stop_str_in_output
+    if len(ids) > params.max_tokens or (answer.logprobs is None) != (params.logprobs is None):
+        return False
+    if answer.logprobs is not None and len(answer.logprobs) != len(ids):
+        return False
+    if params.detokenize and answer.stop_reason is None and not (shows_stop and answer.finish_reason == "stop"):
+        shown = ids[:-1] if answer.finish_reason == "stop" else ids
+        text = llm.engine.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        if answer.text != text.rstrip("\ufffd"):
+            return False
+    return shows_stop or params.min_tokens > 0 or not any(string in answer.text for string in params.stop or ())
 
 
 def main(arguments=None):
@@ -501,9 +477,7 @@ def main(arguments=None):
     parser.add_argument("--family", choices=tiny_models.FAMILIES, default="gpt2", help="of bits: gpt2 or qwen3")
     parser.add_argument("--adapters", type=int, default=0, help="of the part hits: LoRA adapters of the requests")
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument(
-        "--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts, then without"
-    )
+    parser.add_argument("--speculative", choices=["ngram", "draft_model", "quantized"], help="of the part bits: with drafts")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(2**32) if given.seed is None else given.seed
     print(f"--seed {seed}")

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from nanoinfer import SamplingParams
-from nanoinfer.build import make_adapters, make_engine, make_runtime
+from nanoinfer.build import make_adapters, make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.features.drafts.build import draft_config
@@ -42,12 +42,6 @@ def test_a_request_can_be_prepared_while_the_engine_is_closed(model):
     engine.close()
     gc.collect()
     assert engine.inputs.prepare([1], SamplingParams(logprobs=1, detokenize=False)).params.logprobs == 1
-
-
-def test_an_eager_engine_runs_the_models_file(model):
-    runtime = make_runtime(model, EngineConfig(cache=CACHE, enforce_eager=True))
-    assert runtime.model is model
-    assert (runtime.report, runtime.routes, runtime.is_batch_independent) == (None, (), False)
 
 
 def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(model):

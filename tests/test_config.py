@@ -30,23 +30,14 @@ def ngram(**given):
         ({"lora": {"a": 1e9}}, "a strength in lora must be in -1e6 .. 1e6, got 1000000000.0"),
         ({"stages": 5}, "stages must be a list of functions (logits, SamplingBatch) -> logits, got 5"),
         ({"logits_processors": [dict]}, "logits_processors must be a list of classes with apply, is_argmax_invariant, update"),
-        (
-            {"logits_processors": [5]},
-            f"each of logits_processors {CLASS}, got 5",
-        ),
+        ({"logits_processors": [5]}, f"each of logits_processors {CLASS}, got 5"),
         ({"scheduler_cls": "Scheduler"}, f"scheduler_cls {CLASS}, got 'Scheduler' ("),
         ({"scheduler_cls": "math.pi"}, f"scheduler_cls {CLASS}, got 3.14159"),
-        (
-            {"scheduler_cls": "nowhere.Mine"},
-            f"scheduler_cls {CLASS}, got 'nowhere.Mine' (No module named 'nowhere'); the",
-        ),
+        ({"scheduler_cls": "nowhere.Mine"}, f"scheduler_cls {CLASS}, got 'nowhere.Mine' (No module named 'nowhere'); the"),
         ({"scheduler_cls": "nanoinfer.scheduling.scheduler.Mine"}, f"scheduler_cls {CLASS}, got 'nanoinfer"),
         # what contradicts itself
         ({"quantization": "int8", "dtype": "float16"}, "quantization='int8' computes in bfloat16, got dtype='float16'; leave"),
-        (
-            {"tokenizer": "a", "skip_tokenizer_init": True},
-            "tokenizer='a' and skip_tokenizer_init=True were given; leave",
-        ),
+        ({"tokenizer": "a", "skip_tokenizer_init": True}, "tokenizer='a' and skip_tokenizer_init=True were given; leave"),
         ({"max_loras": 2}, "max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out"),
         ({"max_lora_rank": 8}, "max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out"),
         (
@@ -54,16 +45,10 @@ def ngram(**given):
             "prefix_cache_dir must be a folder, with enable_prefix_caching, got 'a'",
         ),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be 'fcfs', 'priority' or 'deadline', got 'lifo'"),
-        (
-            {"scheduling_policy": "priority", "scheduler_cls": Scheduler},
-            "scheduling_policy='priority' and scheduler_cls=<",
-        ),
+        ({"scheduling_policy": "priority", "scheduler_cls": Scheduler}, "scheduling_policy='priority' and scheduler_cls=<"),
         # speculative_config
         ({"speculative_config": "ngram"}, "speculative_config must be a dict such as {'method': 'ngram'}, got 'ngram'"),
-        (
-            {"speculative_config": {}},
-            "speculative_config needs a method, 'ngram', 'draft_model', 'mtp', 'quantized', or",
-        ),
+        ({"speculative_config": {}}, "speculative_config needs a method, 'ngram', 'draft_model', 'mtp', 'quantized', or"),
         (ngram(x=1), "speculative_config has no 'x'; known are method, num_speculative_tokens, adaptive, prompt_lookup_min"),
         (ngram(method="magic"), "speculative_config's method must be 'ngram', 'draft_model', 'mtp', 'quantized', or a class"),
         (ngram(method="a:B"), f"speculative_config's method {CLASS}, got 'a:B' (No module"),
@@ -75,14 +60,8 @@ def ngram(**given):
         (ngram(prompt_lookup_max=1), "prompt_lookup_max must be >= prompt_lookup_min (2), got 1"),
         (ngram(method="draft_model"), "speculative_config's model, with method 'draft_model', is None; pass a folder, a hub"),
         (ngram(model="x"), "speculative_config's model, with method 'ngram', is 'x'; leave it out"),
-        (
-            ngram() | {"async_scheduling": True},
-            "speculative_config needs every token before the next step; leave async",
-        ),
-        (
-            ngram() | {"stages": [print]},
-            "speculative_config with stages of your own is not supported; leave one of the two",
-        ),
+        (ngram() | {"async_scheduling": True}, "speculative_config needs every token before the next step; leave async"),
+        (ngram() | {"stages": [print]}, "speculative_config with stages of your own is not supported; leave one of the two"),
         # names
         ({"max_num_seq": 3}, "EngineArgs has no argument 'max_num_seq'; did you mean max_num_seqs?"),
         ({"temperature": 0}, "EngineArgs has no argument 'temperature'; it is an argument of SamplingParams: SamplingParams("),

@@ -1,7 +1,5 @@
 """The classes of errors, and the checks of arguments that raise them."""
 
-import math
-
 import numpy
 import pytest
 
@@ -11,7 +9,6 @@ from nanoinfer.errors import (
     InvalidValueError,
     NanoinferError,
     check_integer,
-    check_number,
     first_line,
     is_one_of,
     out_of_range,
@@ -27,31 +24,6 @@ def test_every_error_is_a_nanoinfer_error_and_the_usual_kind_of_python_as_well()
     assert issubclass(InvalidValueError, ValueError)
     assert issubclass(InvalidTypeError, TypeError)
     assert issubclass(errors.CheckpointNotFoundError, FileNotFoundError)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (0, None),
-        (1.5, None),
-        (numpy.float32(0.5), None),
-        (2, "p must be in 0 .. 1.5, got 2"),
-        (-0.1, "p must be in 0 .. 1.5, got -0.1"),
-        (math.nan, "got nan"),
-        (math.inf, "got inf"),
-        (10**400, "got 1000"),
-        (True, "p must be a number, got True"),
-        ("1", "p must be a number, got '1'"),
-        (None, "p must be a number, got None"),
-    ],
-    ids=repr,
-)
-def test_a_number_is_finite_and_in_its_range(value, message):
-    if message is None:
-        check_number("p", value, 0, 1.5, "in 0 .. 1.5")
-    else:
-        with pytest.raises(NanoinferError, match=message):
-            check_number("p", value, 0, 1.5, "in 0 .. 1.5")
 
 
 def test_an_integer_without_an_upper_bound_is_below_two_to_the_63_and_none_only_where_it_may_be():

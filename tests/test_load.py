@@ -1,12 +1,10 @@
 """From a config to an engine: what is refused before the model is loaded, and what a tracer hears first."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.errors import CheckpointNotFoundError, NanoinferError, OutOfMemoryError
+from nanoinfer.config import CacheConfig, EngineConfig
+from nanoinfer.errors import OutOfMemoryError
 from nanoinfer.features.tracing import EngineStarted, Recorder
 from nanoinfer.load import load_engine
 from nanoinfer.loading import loader
@@ -20,14 +18,6 @@ def test_the_engine_has_the_checkpoints_model_its_end_ids_and_its_tokenizer():
     assert engine.executor.info.vocab_size == checkpoint.config["vocab_size"]
     assert engine.eos_token_ids == checkpoint.eos_token_ids
     assert engine.inputs.tokenizer.decode(engine.inputs.tokenizer.encode("Once")) == "Once"
-
-
-def test_a_wrong_scheduler_is_refused_before_the_model_is_looked_for():
-    config = EngineConfig(model="no-such-model", cache=CACHE)
-    with pytest.raises(CheckpointNotFoundError, match="no-such-model"):
-        load_engine(config)
-    with pytest.raises(NanoinferError, match="scheduler_cls"):
-        load_engine(dataclasses.replace(config, scheduler=SchedulerConfig(scheduler_cls=int)))
 
 
 def test_memory_that_runs_out_while_a_model_is_loaded_is_an_error_in_one_sentence(monkeypatch):

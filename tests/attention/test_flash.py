@@ -38,26 +38,24 @@ def error_of(flash, lengths, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16,
     return compare(flash.FlashBackend(), lengths, block_size=256, device=DEVICE, **sizes, **more)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (2, 2), (1, 7)], ids=lambda heads: f"{heads[0]}x{heads[1]}")
-def test_decodes_and_chunks_in_one_step_equal_the_definition(flash, heads):
-    assert error_of(flash, RAGGED, heads=heads, packed=True) < 0.02
+FP16 = {"dtype": torch.float16}
+CASES = {
+    **{f"{n}x{group} heads": (RAGGED, {"heads": (n, group), "packed": True}) for n, group in ((2, 1), (2, 2), (1, 7))},
+    **{f"window of {n}": (LONG, {"heads": (1, 2), "window": n, "packed": True}) for n in (1, 2, 20, 256, 257, 700, 5000)},
+    "decodes": ([(299, 1), (0, 1)], {}),
+    "a prompt": ([(0, 33)], {"window": 20}),
+    "chunks": ([(100, 50), (0, 7)], {"window": 20}),
+    "heads of 8 in fp16": (LONG, FP16 | {"heads": (2, 2), "head_dim": 8}),
+    "heads of 80 in fp16": (LONG, FP16 | {"heads": (1, 4), "head_dim": 80, "window": 300}),
+    "heads of 128 in fp16": (LONG, FP16 | {"heads": (1, 2), "head_dim": 128}),
+    "heads of 256 in fp16": (LONG, FP16 | {"heads": (2, 2), "head_dim": 256, "window": 300}),
+}
 
 
-@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
-def test_a_step_of_one_kind(flash, lengths):
-    for window in (None, 20):
-        assert error_of(flash, lengths, window=window) < 0.02
-
-
-@pytest.mark.parametrize("window", [1, 2, 20, 256, 257, 700, 5000])
-def test_windows_equal_the_definition_and_freed_blocks_are_not_read(flash, window):
-    assert error_of(flash, LONG, heads=(1, 2), window=window, packed=True) < 0.02
-
-
-@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 8), ((1, 4), 80), ((1, 2), 128), ((2, 2), 256)])
-def test_heads_of_any_supported_size_in_fp16(flash, heads, head_dim):
-    for window in (None, 300):
-        assert error_of(flash, LONG, heads=heads, head_dim=head_dim, dtype=torch.float16, window=window) < 0.004
+@pytest.mark.parametrize("case", CASES)
+def test_decodes_and_chunks_equal_the_definition_and_freed_blocks_are_not_read(flash, case):
+    lengths, given = CASES[case]
+    assert error_of(flash, lengths, **given) < (0.004 if "dtype" in given else 0.02)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

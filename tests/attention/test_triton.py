@@ -26,35 +26,33 @@ def error_of(lengths, *, head_dim=64, heads=(1, 2), block_size=16, dtype=torch.f
     return compare(TritonBackend(), lengths, device=DEVICE, **sizes, **more)
 
 
-# Every pair of a dtype, a size and numbers of heads. By default, the interpreter gets two of them.
 FP32, BF16 = TOLERANCE
-SHAPES = [(FP32, 64, (2, 1)), (BF16, 80, (1, 7))]
-MORE_SHAPES = [
-    (BF16, 80, (2, 1)), (FP32, 128, (2, 1)), (BF16, 64, (2, 2)), (FP32, 80, (2, 2)), (BF16, 128, (2, 2)),
-    (FP32, 64, (1, 7)), (FP32, 128, (1, 7)), (BF16, 64, (1, 8)), (BF16, 128, (1, 8)), (FP32, 80, (1, 8)),
-]  # fmt: skip
-SHAPES += [pytest.param(*shape, marks=[pytest.mark.long] if DEVICE == "cpu" else []) for shape in MORE_SHAPES]
+CASES = {
+    "fp32, 64 numbers, 2x1 heads": (RAGGED, {"heads": (2, 1)}),
+    "bf16, 80 numbers, 1x7 heads": (RAGGED, {"dtype": BF16, "head_dim": 80, "heads": (1, 7)}),
+    "a window": (FEW, {"window": 20}),
+    "a window and sinks": (FEW, {"window": 100, "has_sinks": True}),
+    "sinks": (FEW, {"has_sinks": True}),
+    **{f"blocks of {size}": (FEW, {"block_size": size}) for size in (64, 256, 3)},
+    "decodes of a fused projection": ([(299, 1), (0, 1)], {"packed": True}),
+    "a prompt of a fused projection": ([(0, 33)], {"packed": True}),
+    "chunks of a fused projection": ([(100, 50), (0, 7)], {"packed": True}),
+}
+MORE_CASES = {  # every pair of a dtype, a size and numbers of heads
+    f"{dtype}, {head_dim} numbers, {heads} heads": (RAGGED, {"dtype": dtype, "head_dim": head_dim, "heads": heads})
+    for dtype, head_dim, heads in [
+        (BF16, 80, (2, 1)), (FP32, 128, (2, 1)), (BF16, 64, (2, 2)), (FP32, 80, (2, 2)), (BF16, 128, (2, 2)),
+        (FP32, 64, (1, 7)), (FP32, 128, (1, 7)), (BF16, 64, (1, 8)), (BF16, 128, (1, 8)), (FP32, 80, (1, 8)),
+    ]
+}  # fmt: skip
+MARKS = [pytest.mark.long] if DEVICE == "cpu" else []
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "heads"), SHAPES, ids=str)
-def test_paged_attention_equals_the_definition(dtype, head_dim, heads):
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=MARKS) for case in MORE_CASES)])
+def test_paged_attention_equals_the_definition_and_freed_blocks_are_not_read(case):
     """Decodes and prefills, with and without cached prefixes, in one step."""
-    assert error_of(RAGGED, head_dim=head_dim, heads=heads, dtype=dtype) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(("window", "has_sinks"), [(20, False), (100, True), (None, True)])
-def test_windows_and_sinks_equal_the_definition_and_freed_blocks_are_not_read(window, has_sinks):
-    assert error_of(FEW, heads=(1, 2), window=window, has_sinks=has_sinks) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("block_size", [64, 256, 3])  # the other tests have 16
-def test_blocks_of_any_size_hold_the_same(block_size):
-    assert error_of(FEW, block_size=block_size) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("lengths", [[(299, 1), (0, 1)], [(0, 33)], [(100, 50), (0, 7)]], ids=["decode", "prefill", "chunks"])
-def test_a_step_of_one_kind_and_a_fused_projections_views(lengths):
-    assert error_of(lengths, packed=True) < TOLERANCE[torch.float32]
+    lengths, given = (CASES | MORE_CASES)[case]
+    assert error_of(lengths, **given) < TOLERANCE[given.get("dtype", FP32)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -40,63 +40,6 @@ def test_version_is_the_packages():
     assert shown("--version") == f"nanoinfer {nanoinfer.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--help"], ["generate", "chat", "--version"]),
-        (["generate", "--help"], ["--model", "--temperature", "--max-tokens", "256", "--stop", "--seed"]),
-        (["chat", "--help"], ["--model", "--temperature", "--system", "--no-thinking", "--stats", "/help", "/exit"]),
-    ],
-)
-def test_help_lists_commands_and_options(arguments, words, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    text = shown(*arguments)
-    assert [word for word in words if word not in text] == []
-
-
-def test_generate_shows_the_text_of_llm_and_the_same_again_for_the_same_seed(llm):
-    params = replace(llm.get_default_sampling_params(), seed=7, max_tokens=30)
-    [output] = llm.generate(PROMPT, params, use_tqdm=False)
-    first, second, other = (shown("generate", PROMPT, "--seed", seed, "--max-tokens", "30") for seed in ("7", "7", "8"))
-    assert first == second == output.outputs[0].text + "\n"
-    assert other != first  # equal by chance in principle, but the seeds are fixed
-
-
-def test_every_option_reaches_its_parameter(monkeypatch):
-    seen = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append((prompt, params)) or iter(()))
-    options = "--temperature 0.5 --top-k 7 --top-p 0.8 --min-p 0.1 --seed 3 --max-tokens 9 --min-tokens 2 --ignore-eos"
-    run("generate", PROMPT, *options.split(), "--stop", "a", "--stop", "b")
-    expected = SamplingParams(
-        temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=3, max_tokens=9, min_tokens=2, ignore_eos=True, stop=["a", "b"]
-    )
-    run("generate", PROMPT)
-    assert seen[0] == (PROMPT, expected)
-    assert seen[1][1].max_tokens == 256
-
-
-def test_a_dash_reads_the_prompt_from_standard_input():
-    arguments = ("--temperature", "0", "--max-tokens", "9")
-    assert shown("generate", "-", *arguments, stdin=PROMPT) == shown("generate", PROMPT, *arguments)
-
-
-def test_max_tokens_ends_the_text(llm):
-    [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    assert shown("generate", PROMPT, "--temperature", "0", "--max-tokens", "1") == output.outputs[0].text + "\n"
-
-
-def test_stop_ends_the_text_before_it():
-    arguments = ("generate", PROMPT, "--temperature", "0", "--max-tokens", "30")
-    whole = shown(*arguments)
-    stop = whole[20:26]
-    assert shown(*arguments, "--stop", stop, "--stop", "never written") == whole[: whole.index(stop)] + "\n"
-
-
-def test_another_model_can_be_named():
-    texts = {shown("generate", PROMPT, "--model", m, "--temperature", "0") for m in ("tiny-qwen3", "tiny-gpt2")}
-    assert len(texts) == 2
-
-
 @pytest.mark.parametrize("command", [["generate", PROMPT], ["chat"]])
 @pytest.mark.parametrize(
     ("options", "sentence"),
@@ -108,40 +51,24 @@ def test_another_model_can_be_named():
         (["--model", "not a name"], "neither a folder nor a possible hub name"),
         (["--temperature", "-1"], "error: --temperature must be finite and >= 0, got -1.0"),
         (["--max-tokens", "0"], "error: --max-tokens must be >= 1, got 0\n"),
-        (["--top-p", "1.5"], "error: --top-p must be in (0, 1], got 1.5; use 1.0 to turn it off"),
-        (["--dtype", "int8"], "error: --dtype must be one of auto"),
-        (["--device", "tpu"], "error: --device must be auto, cpu, cuda or cuda:N"),
         (["--max-model-len", "100000"], "error: --max-model-len must be <="),
     ],
 )
 def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_1(command, options, sentence):
     result = run(*command, *options)
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
-    assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
-    assert result.stdout == ""
 
 
-def test_a_prompt_that_is_too_long_is_an_error_too():
-    result = run("generate", PROMPT * 10, "--max-model-len", "16")
-    assert result.exit_code == 1
-    assert "maximum context length is 16 tokens" in result.stderr
-
-
-def test_an_unknown_option_is_exit_code_2():
+def test_standard_input_that_is_not_text_and_an_unknown_option_are_one_sentence():
+    result = run("generate", "-", stdin=b"abc \xff")
+    assert (result.exit_code, result.stderr.count("\n"), "standard input is not valid text" in result.stderr) == (1, 1, True)
     assert run("generate", PROMPT, "--no-such-option").exit_code == 2
 
 
-def test_standard_input_that_is_not_text_is_one_sentence():
-    result = run("generate", "-", stdin=b"abc \xff")
-    assert result.exit_code == 1
-    assert "standard input is not valid text" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_the_text_so_far(monkeypatch):
+def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_the_text_so_far(monkeypatch, python_handles_ctrl_c):
     launch, count = LocalExecutor.launch, iter(range(1000))
 
     def interrupted(self, *arguments):
@@ -150,20 +77,9 @@ def test_ctrl_c_ends_generate_as_a_shell_expects_and_keeps_the_text_so_far(monke
         return launch(self, *arguments)
 
     monkeypatch.setattr(LocalExecutor, "launch", interrupted)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-    try:
-        result = run("generate", PROMPT, "--seed", "1")
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert result.exit_code == 130
-    assert result.stdout.strip()
-
-
-def test_ctrl_c_while_the_model_loads_ends_without_a_traceback(monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LLM, "__init__", interrupted)
+    result = run("generate", PROMPT, "--seed", "1")
+    assert (result.exit_code, result.stdout.strip() != "") == (130, True)
+    monkeypatch.setattr(LLM, "__init__", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))  # while it loads
     result = run("generate", PROMPT)
     assert (result.exit_code, result.output) == (130, "")
 
@@ -249,9 +165,5 @@ def test_explain_names_the_prompt_that_is_too_long_and_shows_the_others(tmp_path
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path):
-    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))  # a folder
+    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path))
     assert (result.exit_code, result.stderr) == (1, f"error: cannot write {tmp_path}: it is a folder; give another path\n")
-    result = run("explain", PROMPT, "--max-tokens", "1", "--html", str(tmp_path / "nowhere" / "page.html"))
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: cannot write")
-    assert "give another path" in result.stderr

@@ -1,53 +1,17 @@
 """What every command has: help in sections, errors in the words of the command line, values that a shell completes."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from nanoinfer.cli import commands
-from nanoinfer.cli.main import COMMANDS, app
+from nanoinfer.cli.main import app
 
 
 def run(*arguments):
     return CliRunner().invoke(app, arguments)
-
-
-@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("serve",), ("batch",), ("bench",), ("bench", "serve")])
-def test_a_short_h_is_help(command):
-    assert run(*command, "-h").stdout == run(*command, "--help").stdout != ""
-
-
-@pytest.mark.parametrize("command", [(), ("bench",)])
-def test_a_group_without_a_command_is_its_help(command):
-    result = run(*command)
-    assert result.output.startswith("Usage: ")
-    assert "error" not in result.output
-
-
-def test_help_has_sections_short_words_for_values_and_examples_and_uses_the_width():
-    command = [sys.executable, "-m", "nanoinfer", "generate", "--help-all"]
-    text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "160"}).stdout
-    headings = [line.rstrip(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Examples", "Arguments", "Options", "Engine", "Sampling"]
-    assert re.findall(r"^([A-Z]\w+(?: \w+)?):$", run("generate", "-h").stdout, re.MULTILINE) == [
-        *headings[:3],
-        "Common options",
-    ]
-    sampling = text.partition("Sampling:")[2]
-    assert "--top-k N" in sampling
-    assert "--max-tokens N" in sampling
-    assert "--model TEXT" not in sampling
-    assert "<" not in text
-    assert 100 < max(map(len, text.splitlines())) <= 120
-    assert "  nanoinfer generate " in text.partition("Examples:")[2]
-    usages = [run(command, "-h").stdout.splitlines()[0] for command in ("batch", "chat", "serve", "inspect")]
-    # Older versions of typer write no brackets.
-    assert [usage.split()[-1].strip("[]") for usage in usages] == ["INPUT", "QUESTION", "MODEL", "MODEL"]
 
 
 def every_command(command, *words):
@@ -69,6 +33,8 @@ def test_help_has_at_most_40_lines_and_an_example_and_help_all_has_every_option(
         assert f"Examples:\n  nanoinfer {words[0] if words else 'generate'}" in text, words
         names = [name for param in command.params for name in param.opts if name.startswith("-")]
         assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", whole)] == [], words
+    assert run("generate", "-h").stdout == run("generate", "--help").stdout
+    assert run("bench").output.startswith("Usage: ")  # a group without a command
 
 
 @pytest.mark.parametrize(
@@ -92,39 +58,18 @@ def test_what_cannot_be_read_is_one_sentence_and_exit_code_2(arguments, sentence
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("group", [(), ("bench",), ("learn",)])
-def test_the_list_of_commands_has_whole_sentences(group, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    text = run(*group, "--help").stdout
-    _, *entries = re.split(r"\n(?:\n[A-Z][\w ]+:\n)?  (?=\w)", text.partition("this message and exit.")[2])
-    assert len(entries) >= 7
-    for entry in entries:
-        assert re.search(r"[^.]\.$", entry.strip()), entry
-
-
-def test_the_commands_stand_in_groups_and_what_generates_comes_first():
-    text = run("--help").stdout.partition("this message and exit.\n\n")[2]
-    groups = {part.partition(":\n")[0]: re.findall(r"^  (\w\S*)", part, re.MULTILINE) for part in text.split("\n\n")}
-    assert list(groups) == ["Generate", "Examine", "Measure and teach"]
-    assert groups["Generate"][:4] == ["generate", "chat", "serve", "explain"]
-    assert [name for group in groups.values() for name in group] == list(COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
+def test_ollamas_commands_say_what_to_type():
+    for command, words in (
         ("run", "`nanoinfer chat -m MODEL` talks to a model"),
         ("pull", "`hf download OWNER/NAME` downloads a model"),
         ("list", "`nanoinfer models` lists"),
         ("show", "`nanoinfer inspect MODEL` describes"),
         ("ps", "a model is loaded only while a command runs"),
-    ],
-)
-def test_ollamas_commands_say_what_to_type(command, words):
-    result = run(command, "llama3.2")
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: there is no command {command!r}; {words}")
-    assert "ollama" not in run("bench", command).stderr + run("bench", "--help").stdout
+    ):
+        result = run(command, "llama3.2")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: there is no command {command!r}; {words}")
+        assert "ollama" not in run("bench", command).stderr + run("bench", "--help").stdout
 
 
 OPTIONS = ("--max-tokens", "--dtype", "--quantization", "--stop", "--seed")
@@ -148,16 +93,14 @@ def test_an_error_of_python_names_options(message, words):
     assert commands.in_words_of(message, NAMES) == words
 
 
-def completions(*words):
-    code = "import sys; sys.argv[0] = 'nanoinfer'; from nanoinfer.cli.main import app; app(prog_name='nanoinfer')"
-    given = {"_NANOINFER_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | given)
-    return done.stdout.split()
-
-
 def test_a_shell_completes_values():
-    assert completions("nanoinfer", "generate", "--dtype", "b") == ["bfloat16"]
-    assert completions("nanoinfer", "explain", "--demo", "s") == ["sharing", "stop-string"]
+    """In this process. test_options.py has the shell."""
+    for words, completed in (
+        ("nanoinfer generate --dtype b", ["bfloat16"]),
+        ("nanoinfer explain --demo s", ["sharing", "stop-string"]),
+    ):
+        given = {"_NANOINFER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        assert CliRunner().invoke(app, [], prog_name="nanoinfer", env=given).stdout.split() == completed
 
 
 def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monkeypatch):
@@ -167,10 +110,3 @@ def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monk
     assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]
     assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools", "owner/tiny"]
     assert commands.complete_models("/tmp") == []  # paths are the shell's
-
-
-def test_a_usage_error_without_a_context_is_one_sentence_too(capsys):
-    with pytest.raises(typer.Exit) as raised, commands.cli_errors():
-        raise commands.UsageError("no such thing.")
-    assert raised.value.exit_code == 2
-    assert capsys.readouterr().err == "error: no such thing\n"

@@ -117,9 +117,10 @@ def test_the_numbers_of_tokens_and_the_speed_go_to_standard_error(llm):
 
 
 def test_a_prompt_that_is_too_long_is_an_error_in_json_too():
-    result = run("a " * 600, "--json")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "maximum context length is" in result.stderr
+    for options in ((), ("--json",)):
+        result = run("a " * 600, *options)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "maximum context length is 512 tokens" in result.stderr
 
 
 def test_a_model_that_has_a_smaller_context_than_its_own_says_so(llm, monkeypatch):

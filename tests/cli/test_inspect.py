@@ -71,26 +71,22 @@ def test_json_and_table_have_the_same_and_the_table_is_narrow(gpt2_path, monkeyp
     assert (found["is_tied"], found["has_tokenizer"], found["quantization"]) == (True, False, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+def test_what_cannot_be_loaded_is_said_with_the_reason_and_a_hint(qwen3_path, tmp_path):
+    for i, (changes, sentence) in enumerate([
         ({"architectures": ["FalconForCausalLM"]}, "architectures .'FalconForCausalLM'. are not supported; .* register_model"),
         ({"hidden_size": 40}, "the weights do not fit config.json"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type must be one of"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantised with 'aqlm' are not supported"),
-    ],
-)
-def test_what_cannot_be_loaded_is_said_with_the_reason_and_a_hint(qwen3_path, tmp_path, changes, sentence):
-    path = shutil.copytree(qwen3_path, tmp_path / "checkpoint")
-    edit_config(path, **changes)
-    found = examine(str(path))
-    with pytest.raises(InvalidValueError, match=sentence) as caught:
-        LLM(path)
-    assert found.unsupported_reason == str(caught.value)
-    assert found.sizes["num_hidden_layers"] == 2
-    result = CliRunner().invoke(app, ["inspect", str(path)])
-    assert result.exit_code == 1
-    assert "not supported: " in result.stdout
+    ]):  # fmt: skip
+        path = shutil.copytree(qwen3_path, tmp_path / str(i))
+        edit_config(path, **changes)
+        found = examine(str(path))
+        with pytest.raises(InvalidValueError, match=sentence) as caught:
+            LLM(path)
+        assert found.unsupported_reason == str(caught.value)
+        assert found.sizes["num_hidden_layers"] == 2
+        result = CliRunner().invoke(app, ["inspect", str(path)])
+        assert (result.exit_code, "not supported: " in result.stdout) == (1, True)
 
 
 def test_a_model_of_the_hub_is_inspected_before_its_weights_are_downloaded(tmp_path, monkeypatch):

@@ -11,20 +11,12 @@ from nanoinfer.compat.moved_modules import MOVED
 
 # What docs, notebooks and examples imported from, with a name of each.
 OLD = {
-    "lab.bench.random_models": "RANDOM_MODELS",
     "lab.simulate.simulator": "simulate",
-    "lab.stories.grammar": "Reading",
     "lab.stories": "write",
-    "lab.learn.track": "TRACK",
     "tracing": "Recorder",
     "async_llm": "AsyncLLM",
-    "chat.parsing": "ChatParser",
-    "embedding.pooling": "Pooler",
     "training.policy": "Policy",
-    "training.update": "release",
     "models.gated_delta": "gated_delta_rule",
-    "tracing.events": "StepScheduled",
-    "engine.beam_search": "BeamSearch",
     "engine.metrics": "EngineMetrics",
     "sampling.logits_processors": "LogitsProcessor",
 }
@@ -42,14 +34,6 @@ def test_an_old_path_gives_the_same_object_and_says_the_new_path(module, name):
         exec(f"from {old} import {name}", given)
     assert [one.filename for one in warned] == ["<string>"]  # where the import stands
     assert given[name] is getattr(importlib.import_module(new_path(old)), name)
-
-
-def test_the_old_module_of_metrics_has_the_classes_that_it_had():
-    import nanoinfer.engine.metrics
-
-    for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector"):
-        with pytest.warns(DeprecationWarning, match="has moved to"):
-            assert getattr(nanoinfer.engine.metrics, name) is getattr(nanoinfer.outputs, name)
 
 
 def test_a_submodule_is_an_attribute_of_its_package_and_an_unknown_one_is_no_module():

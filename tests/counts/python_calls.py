@@ -1,23 +1,21 @@
-"""How many Python calls a decode step and a request's life take, counted and not timed. CI compares them with a record.
+"""How many Python calls a decode step and a request's life take, counted and not timed. Tests compare them with a record.
 
-    python -m tests.counts.python_calls                            # counts, and compares
-    python -m tests.counts.python_calls --write                    # renews the record for this Python and these libraries
-    python -m tests.counts.python_calls --functions "LLM A step"   # how often each function is called
+    python -m tests.counts.python_calls            # counts
+    python -m tests.counts.python_calls --write    # renews the record for this Python and these libraries
 
 A call is an event "call" (a function of Python begins, or a generator goes on) or "c_call" (a function of C is called) of
 sys.setprofile. What torch and the C++ kernels do inside such a call is not counted. The same requests are repeated after a
 warm-up, in float32 on a CPU, with one thread of torch, and without garbage collection. Of what varies, the median is recorded.
 
-    LLM A, LLM B16   the workloads of nanoinfer_lab/bench/workloads.py: 1 prompt of 32 tokens and 128 new ones, 16 prompts of 64
-                     and 64 new ones. "step" is the median of the steps of engine.step() in which every sequence has one new
-                     token. "requests" is LLM.generate() with all prompts, from its call to its return.
+    LLM A, LLM B16   workloads of nanoinfer_lab/bench/workloads.py. "step" is the median of the steps in which every sequence
+                     has one new token. "requests" is LLM.generate() with all prompts, from its call to its return.
     server           one streamed completion of 64 tokens over HTTP, from its connection to the end of it. Each step is made
                      when the client has read the event of the one before, so that events never share a delivery. "engine" is
                      the engine's thread, and "event loop" that of HTTP. "event loop, own" are its calls of functions of this
                      package alone, which do not depend on the libraries' versions.
 
-The counts of the server include a few calls of this file. The record, python_calls.json, has an entry for each environment,
-because the counts depend on the versions of Python and of the libraries. Where there is none, nothing is compared.
+The counts of the server include a few calls of this file. The record has an entry for each environment, because the counts
+depend on the versions of Python and of the libraries. Where there is none, nothing is compared.
 """
 
 import argparse
@@ -67,11 +65,6 @@ class Calls(Counter):
     def own(self):
         """Those of the package's Python functions."""
         return Calls({code: num for code, num in self.items() if getattr(code, "co_filename", "").startswith(PACKAGE)})
-
-    def names(self):
-        """The functions with their numbers of calls, the most frequent first."""
-        for code, num in self.most_common():
-            yield (code if isinstance(code, str) else f"{code.co_qualname}, {Path(code.co_filename).name}"), num
 
     def of(self, function):
         """Return a function that does the same and counts."""
@@ -270,28 +263,16 @@ def complaints(counted, record):
     return changed, unknown
 
 
-def main(arguments=None):
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="renew the record of this environment")
-    parser.add_argument("--functions", metavar="NAME", help="the functions of one count, such as 'LLM A step'")
-    given = parser.parse_args(arguments)
-    counts = count_all(with_server=find_spec("fastapi") is not None)
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    if given.functions is not None:
-        [calls] = [named[given.functions] for named in counts.values() if given.functions in named]
-        print(*(f"{num:7,} {name}" for name, num in calls.names()), sep="\n")
-        return 0
-    for where, named in totals(counts).items():
-        print(where, *(f"  {name}: {num:,}" for name, num in named.items()), sep="\n")
-    if given.write:
-        entries = {name: entry for name, entry in record.items() if name != "about"} | totals(counts)
-        text = json.dumps({"about": ABOUT} | dict(sorted(entries.items())), indent=2)
-        RECORD.write_text(text + "\n", encoding="utf-8")
-        return 0
-    changed, unknown = complaints(totals(counts), record)
-    print(*changed, *unknown, sep="\n")
-    return 1 if changed else 0
+    is_writing = parser.parse_args().write
+    counted = totals(count_all(with_server=find_spec("fastapi") is not None))
+    print(json.dumps(counted, indent=2))
+    if is_writing:
+        record = {"about": ABOUT} | dict(sorted((json.loads(RECORD.read_text(encoding="utf-8")) | counted).items()))
+        RECORD.write_text(json.dumps(record | {"about": ABOUT}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -30,6 +30,7 @@ TESTED_IN = {
     "features/chat/methods.py": "end_to_end/test_llm.py",
     "features/embedding/methods.py": "features/embedding/test_pooling.py",
     "features/training/methods.py": "features/training/test_rollouts.py",
+    "features/training/loaded_weights.py": "features/training/test_rollouts.py",
     "loading/config_json.py": "models/test_config_json.py",
     "loading/devices.py": "loading/test_loader.py",
     "models/windows.py": "features/hybrid/test_attention.py",

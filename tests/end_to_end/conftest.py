@@ -1,11 +1,20 @@
-"""The two LLMs that most files here use. Every test must leave them as it found them."""
+"""The two LLMs and the checkpoints that most files here use. Every test must leave them as it found them."""
+
+import functools
 
 import pytest
 
 from nanoinfer import LLM
+from tests.helpers import tiny_models
 from tests.helpers.tiny_models import assert_nothing_is_left
 
 MEMORY = 2**24
+
+
+@pytest.fixture(scope="session")
+def path_of(tmp_path_factory):
+    """family -> a tiny checkpoint of it, which is written once."""
+    return functools.cache(lambda family: tiny_models.save(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")

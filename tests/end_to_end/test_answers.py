@@ -3,10 +3,8 @@ the user's own. Each against transformers on the same weights, against a few lin
 """
 
 import functools
-import itertools
 import math
 import random
-import signal
 
 import pytest
 import torch
@@ -80,10 +78,7 @@ SEVERAL = [  # (prompt, params): n of 1 to 5; one prompt ends with its block, tw
 ]
 WAYS = {
     "as usual": {},
-    "without prefix caching": {"enable_prefix_caching": False},
-    "prompts in chunks": {"chunk_size": 3},
     "two at a time": {"max_num_seqs": 2},
-    "one at a time": {"max_num_seqs": 1},
     "three at a time without prefix caching": {"max_num_seqs": 3, "enable_prefix_caching": False},
     "few blocks": {"num_blocks": 10},
     "few blocks without prefix caching": {"num_blocks": 10, "enable_prefix_caching": False},
@@ -91,6 +86,20 @@ WAYS = {
     "batch_invariant, few blocks": {"batch_invariant": True, "num_blocks": 10, "chunk_size": 4},
     "a stage of one's own": {"stages": [*STAGES, lambda logits, batch: logits]},
 }
+EVERYTHING = {
+    "temperature": 0.9, "top_k": 40, "top_p": 0.97, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.3,
+    "frequency_penalty": 0.2, "no_repeat_ngram_size": 3, "logit_bias": {40: 2.0, 41: -2.0}, "stop_token_ids": [60],
+    "allowed_token_ids": list(range(2, 94)), "bad_words": [[7], [8, 9]], "min_tokens": 12, "max_tokens": 16, "logprobs": 2,
+    "prompt_logprobs": 1, "logits_processors": [lambda prompt_ids, output_ids, logits: logits * 1.1],
+}  # fmt: skip
+OTHERS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"n": 2, "presence_penalty": 1.0}, {"logprobs": 3}]
+
+
+@pytest.fixture(scope="module")
+def each_alone(loaded_ids):
+    """The token ids of every answer to random_prompt(3 + i) with OTHERS[i], and to random_prompt(8) with EVERYTHING."""
+    asked_for = [(random_prompt(3 + i), other) for i, other in enumerate(OTHERS)] + [(random_prompt(8), EVERYTHING)]
+    return [[answer.token_ids for answer in answers(loaded_ids, prompt, asked(**given))] for prompt, given in asked_for]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +116,12 @@ def one_by_one(loaded_ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_answer_i_of_a_prompt_is_the_answer_with_seed_plus_i(qwen3_path, one_by_one, way):
-    """Logits of other batch shapes differ by rounding, which moves one of these 140 draws about once in 10,000 machines."""
+def test_the_same_seeds_give_the_same_answers_in_every_way_and_answer_i_that_of_seed_plus_i(
+    qwen3_path, one_by_one, each_alone, way
+):
+    """Answer i is that of seed + i. Alone, among others, streamed, and with every parameter on. Logits of other batch shapes
+    differ by rounding, which moves one of these 140 draws about once in 10,000 machines.
+    """
     llm = load(qwen3_path, **WAYS[way])
     prompts, params = [prompt for prompt, _ in SEVERAL], [asked(**given) for _, given in SEVERAL]
     for _ in range(2 if way in ("as usual", "two at a time") else 1):  # the second time with a cache that holds all prompts
@@ -116,9 +129,16 @@ def test_answer_i_of_a_prompt_is_the_answer_with_seed_plus_i(qwen3_path, one_by_
         assert [[answer.token_ids for answer in output.outputs] for output in outputs] == one_by_one
         assert [[answer.index for answer in output.outputs] for output in outputs] == [list(range(p.n)) for p in params]
         assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
-        assert_nothing_is_left(llm)
         assert any(output.metrics.num_preemptions for output in outputs) == ("few blocks" in way)
         assert [output.metrics.num_output_tokens for output in outputs] == [p.n * p.max_tokens for p in params]
+    everything = asked(**EVERYTHING)
+    assert [[i for delta in llm.stream(random_prompt(8), everything) for i in delta.token_ids]] == each_alone[-1]
+    prompts = [random_prompt(3 + i) for i in range(len(OTHERS))]
+    outputs = generate(llm, [*prompts, random_prompt(8)], [*(asked(**other) for other in OTHERS), everything])
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == each_alone
+    assert len(outputs[-1].prompt_logprobs) == 8
+    assert len(each_alone[-1][0]) >= 12
+    assert_nothing_is_left(llm)
 
 
 def test_the_answers_of_a_prompt_differ_with_a_seed_and_without(ids_llm):
@@ -127,7 +147,7 @@ def test_the_answers_of_a_prompt_differ_with_a_seed_and_without(ids_llm):
         assert len({tuple(answer.token_ids) for answer in answers(ids_llm, [1], asked(n=4, temperature=100, seed=seed))}) == 4
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "chunk_size"), [(1, 1024), (8, 1024), (11, 1024), (11, 4)])
+@pytest.mark.parametrize(("num_prompt_tokens", "chunk_size"), [(1, 1024), (11, 4)])
 def test_a_prompt_of_several_answers_is_computed_once(qwen3_path, num_prompt_tokens, chunk_size):
     recorder = Recorder()
     llm = load(qwen3_path, tracer=recorder, chunk_size=chunk_size, enable_prefix_caching=False)
@@ -138,14 +158,13 @@ def test_a_prompt_of_several_answers_is_computed_once(qwen3_path, num_prompt_tok
     assert first == second == third == last == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(8, 2), (9, 2), (11, 2), (12, 3)])
-def test_the_answers_share_the_blocks_that_the_prompt_fills(qwen3_path, num_prompt_tokens, num_shared):
-    recorder = Recorder()
-    llm = load(qwen3_path, tracer=recorder, num_blocks=40)
-    generate(llm, [random_prompt(num_prompt_tokens)], asked(n=4, max_tokens=2))
-    prefill, decode = steps(recorder)
-    assert prefill.num_free_blocks == 40 - -(-num_prompt_tokens // 4)
-    assert decode.num_free_blocks == 40 - num_shared - 4
+def test_the_answers_share_the_blocks_that_the_prompt_fills(qwen3_path):
+    llm = load(qwen3_path, tracer=(recorder := Recorder()), num_blocks=40)
+    for num_prompt_tokens, num_shared in ((8, 2), (9, 2), (11, 2), (12, 3)):
+        generate(llm, [random_prompt(num_prompt_tokens, seed=num_prompt_tokens)], asked(n=4, max_tokens=2))
+        prefill, decode = steps(recorder)[-2:]
+        assert prefill.num_free_blocks == 40 - -(-num_prompt_tokens // 4)
+        assert decode.num_free_blocks == 40 - num_shared - 4
 
 
 def test_answers_beyond_max_num_seqs_wait_and_find_the_prompt_in_the_cache(qwen3_path):
@@ -174,25 +193,16 @@ def test_blocks_are_taken_from_a_younger_request_and_not_from_the_further_answer
     assert_nothing_is_left(llm)
 
 
-def test_an_answer_that_ends_early_does_not_end_the_others(ids_llm):
-    prompt, several = [1, 2, 3], asked(n=4, temperature=2.0)
+@pytest.mark.parametrize("place", [0, 2])
+def test_an_answer_that_ends_early_or_with_its_first_token_does_not_end_the_others(ids_llm, place):
+    prompt, several = [1, 2, 3], asked(n=4, temperature=3.0)
     whole = [answer.token_ids for answer in answers(ids_llm, prompt, several)]
-    stop_id = next(i for i in whole[1][2:-1] if sum(i in ids for ids in whole) == 1 and i != whole[1][0])
-    ended = answers(ids_llm, prompt, asked(n=4, temperature=2.0, stop_token_ids=[stop_id]))
+    stop_id = next(i for i in whole[1][place:-1] if sum(i in ids for ids in whole) == 1 and i not in whole[1][:place])
+    ended = answers(ids_llm, prompt, asked(n=4, temperature=3.0, stop_token_ids=[stop_id]))
     assert [answer.finish_reason for answer in ended] == ["length", "stop", "length", "length"]
     assert [answer.stop_reason for answer in ended] == [None, stop_id, None, None]
     assert ended[1].token_ids == whole[1][: whole[1].index(stop_id) + 1]
     assert [answer.token_ids for answer in ended if answer.index != 1] == [whole[0], whole[2], whole[3]]
-
-
-@pytest.mark.parametrize("which", [0, 2])
-def test_an_answer_that_ends_with_its_first_token_does_not_end_the_others(ids_llm, which):
-    prompt = [5, 6, 7, 8]
-    whole = [answer.token_ids for answer in answers(ids_llm, prompt, asked(n=3, temperature=3.0))]
-    stop_id = whole[which][0]
-    assert sum(stop_id in ids for ids in whole) == 1
-    ended = answers(ids_llm, prompt, asked(n=3, temperature=3.0, stop_token_ids=[stop_id]))
-    assert [answer.token_ids for answer in ended] == [ids[:1] if i == which else ids for i, ids in enumerate(whole)]
 
 
 @pytest.mark.parametrize("arguments", [{"chunk_size": 4}, {"max_num_seqs": 2}, {"num_blocks": 12}], ids=str)
@@ -213,59 +223,29 @@ def test_an_abort_at_any_step_frees_all_answers_and_harms_no_other(qwen3_path, a
         assert_nothing_is_left(llm)
 
 
-@pytest.fixture
-def python_handles_ctrl_c():
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
-@pytest.mark.usefixtures("python_handles_ctrl_c")
-@pytest.mark.parametrize("at_step", [1, 2, 5])
-def test_ctrl_c_while_several_answers_run_leaves_nothing_behind(ids_llm, monkeypatch, at_step):
-    prompts, params = [[1, 2, 3], [4, 5, 6, 7, 8]], asked(n=3)
-    expected = [output.outputs for output in generate(ids_llm, prompts, params)]
-    forward, num_steps = ids_llm.engine.executor.runner.forward, 0
-
-    def interrupted(batch):
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == at_step:
-            signal.raise_signal(signal.SIGINT)
-        return forward(batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ids_llm.engine.executor.runner, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            generate(ids_llm, prompts, params)
-    assert num_steps == at_step
-    assert_nothing_is_left(ids_llm)
-    assert [output.outputs for output in generate(ids_llm, prompts, params)] == expected
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 @pytest.mark.parametrize("part", ["the tracer", "the forward pass", "the sampler"])
-def test_a_step_that_fails_can_be_made_again_with_several_answers(qwen3_path, monkeypatch, part, num_steps):
+def test_a_step_that_fails_can_be_made_again_with_several_answers(qwen3_path, monkeypatch, part):
     """Also the first after the fork, when copies of the prompt's last block are owed."""
     llm = load(qwen3_path, tracer=(tracer := Recorder()))
     engine, prompt, params = llm.engine, random_prompt(6), asked(n=3, max_tokens=5)
-    expected = [token_ids(llm, prompt, asked(seed=3 + i, max_tokens=5)) for i in range(3)]
-    request = engine.add_request(prompt, params)
-    for _ in range(num_steps):
-        engine.step()
     owner, name = {
         "the tracer": (tracer, "emit"),
         "the forward pass": (engine.executor.runner, "forward"),
         "the sampler": (engine.executor, "sampler"),
     }[part]
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+    expected = [token_ids(llm, prompt, asked(seed=3 + i, max_tokens=5)) for i in range(3)]
+    for num_steps in range(4):
+        request = engine.add_request(prompt, params)
+        for _ in range(num_steps):
             engine.step()
-    while request.output is None:
-        engine.step()
-    assert [answer.token_ids for answer in request.output.outputs] == expected
-    assert_nothing_is_left(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        while request.output is None:
+            engine.step()
+        assert [answer.token_ids for answer in request.output.outputs] == expected
+        assert_nothing_is_left(llm)
 
 
 def test_several_answers_in_text_stop_each_for_itself(llm):
@@ -277,69 +257,6 @@ def test_several_answers_in_text_stop_each_for_itself(llm):
         (a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in alone
     ]
     assert len({answer.text for answer in several}) > 1
-
-
-def random_load(rng, num_tokens):
-    """A prompt and what is asked for it; prompt and answer are at most so many tokens together."""
-    shared = random_prompt(num_tokens)
-    max_tokens = rng.randint(1, 9)
-    length = rng.randint(1, num_tokens - max_tokens)
-    prompt = (shared[: rng.choice([0, rng.randint(0, num_tokens)])] + random_prompt(num_tokens, seed=rng.random()))[:length]
-    return prompt, {
-        "n": rng.choice([1, 2, 3, 5]),
-        "seed": rng.getrandbits(64),
-        "max_tokens": max_tokens,
-        "temperature": rng.choice([0.5, 1.0, 3.0]),
-        "logprobs": rng.choice([None, 0, 2]),
-        "prompt_logprobs": rng.choice([None, None, 1]),
-        "stop_token_ids": rng.sample(range(VOCAB_SIZE), rng.choice([0, 5, 20])),
-        "presence_penalty": rng.choice([0.0, 1.0]),
-        "no_repeat_ngram_size": rng.choice([0, 2]),
-        "bad_words": rng.choice([[], [[5, 6], [7]]]),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_random_loads_of_several_answers_give_what_each_gives_alone(qwen3_path, ids_llm, seed):
-    """Few blocks, few places, small chunks, arrivals and aborts at any time. The loads are always the same."""
-    rng = random.Random(seed)
-    num_blocks = rng.choice([6, 9, 14, 30])
-    llm = load(
-        qwen3_path,
-        num_blocks=num_blocks,
-        chunk_size=rng.choice([1, 3, 4, 7, 1024]),
-        max_num_batched_tokens=rng.choice([4, 16, 4096]),
-        max_num_seqs=rng.choice([1, 2, 3, 64]),
-        enable_prefix_caching=rng.random() < 0.6,
-    )
-    loads, requests = [random_load(rng, 4 * num_blocks) for _ in range(5)], []
-    for prompt, given in loads:
-        requests.append(llm.engine.add_request(prompt, asked(**given)))
-        for _ in range(rng.randint(0, 4)):
-            llm.engine.step()
-    llm.engine.abort(rng.choice(requests).request_id)
-    for _ in range(1000):  # more would be a hang
-        if all(request.output for request in requests):
-            break
-        llm.engine.step()
-    assert_nothing_is_left(llm)
-    for (prompt, given), request in zip(loads, requests, strict=True):
-        for answer in request.output.outputs:
-            alone = given | {"n": 1, "seed": (given["seed"] + answer.index) % 2**64}
-            [output] = generate(ids_llm, [prompt], asked(**alone))
-            if answer.finish_reason == "abort":
-                assert output.outputs[0].token_ids[: len(answer.token_ids)] == answer.token_ids
-                continue
-            assert answer.token_ids == output.outputs[0].token_ids
-            assert answer.finish_reason == output.outputs[0].finish_reason
-            assert answer.cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-3)
-            if given["prompt_logprobs"]:
-                assert len(request.output.prompt_logprobs) == len(prompt)
-                for row, same in zip(request.output.prompt_logprobs[1:], output.prompt_logprobs[1:], strict=True):
-                    assert {i: one.logprob for i, one in row.items()} == pytest.approx(
-                        {i: one.logprob for i, one in same.items()}, abs=1e-4
-                    )
 
 
 # ---- log-probabilities
@@ -362,47 +279,13 @@ def compare_logprobs(path, prompt, answer, *, shift=0):
 def test_logprobs_are_transformers_log_softmax(request, family):
     path = request.getfixturevalue(f"{family}_path")
     llm = LLM(path, kv_cache_memory=MEMORY)
-    prompts = [random_prompt(length) for length in (1, 7, 30)]
-    params = [asked(logprobs=-1), asked(logprobs=-1, temperature=0.0), asked(logprobs=VOCAB_SIZE, temperature=0.5, top_k=3)]
+    prompts, more = [random_prompt(length) for length in (1, 7, 30)], {"temperature": 0.5, "top_k": 3, "prompt_logprobs": -1}
+    params = [asked(logprobs=-1), asked(logprobs=-1, temperature=0.0), asked(logprobs=VOCAB_SIZE, **more)]
     for prompt, output in zip(prompts, generate(llm, prompts, params), strict=True):
         compare_logprobs(path, prompt, output.outputs[0])
+    compare_prompt_logprobs(path, output)
     with pytest.raises(AssertionError):  # it would notice a row too late
         compare_logprobs(path, prompt, output.outputs[0], shift=1)
-
-
-def test_a_rank_counts_the_ids_that_are_as_likely(ids_llm):
-    [answer] = answers(ids_llm, [1, 2, 3], asked(logprobs=-1, temperature=3.0))
-    ranks = torch.tensor([[row[i].rank for i in range(VOCAB_SIZE)] for row in answer.logprobs])
-    values = values_of(answer.logprobs)
-    assert torch.equal(ranks, (values[:, None, :] >= values[:, :, None]).sum(-1))
-    for row in answer.logprobs:
-        assert [told.rank for told in list(row.values())[1:]] == [r for r in range(1, 97) if r != next(iter(row.values())).rank]
-
-
-def test_ids_that_are_equally_likely_share_the_larger_rank(tmp_path):
-    model = tiny_models.build("qwen3")
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    model.save_pretrained(tmp_path)
-    told = answers(load(tmp_path), [1, 2], asked(logprobs=2))[0].logprobs
-    assert {(round(one.logprob, 5), one.rank) for row in told for one in row.values()} == {(round(-math.log(96), 5), 96)}
-    assert {len(row) for row in told} <= {2, 3}
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 20, 95, 96, -1])
-def test_k_logprobs_are_the_k_largest_and_the_drawn_one(ids_llm, k):
-    params = {"temperature": 0.3}
-    [everything] = answers(ids_llm, [1, 2, 3], asked(logprobs=-1, **params))
-    [answer] = answers(ids_llm, [1, 2, 3], asked(logprobs=k, **params))
-    assert answer.token_ids == everything.token_ids
-    sizes = set()
-    for row, whole, token_id in zip(answer.logprobs, everything.logprobs, answer.token_ids, strict=True):
-        falling = sorted(whole, key=lambda i: (-whole[i].logprob, i))[: k if k >= 0 else None]
-        assert list(row) == [token_id, *(i for i in falling if i != token_id)]  # the drawn one first, the others falling
-        assert row == {i: whole[i] for i in row}
-        sizes.add(len(row) - len(falling))
-    if k in (1, 2):
-        assert sizes == {0, 1}  # some of the drawn were among the k, others were not
 
 
 def test_the_cumulative_logprob_is_the_sum_and_none_without_logprobs(ids_llm):
@@ -413,17 +296,6 @@ def test_the_cumulative_logprob_is_the_sum_and_none_without_logprobs(ids_llm):
         assert len(drawn) == 10
     [answer] = answers(ids_llm, [1, 2, 3], asked())
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
-
-
-def test_asking_for_logprobs_changes_no_token(ids_llm, qwen3_path):
-    processed = load(qwen3_path, logprobs_mode="processed")
-    prompts = [random_prompt(5, seed=i) for i in range(8)]
-    plain, told = asked(temperature=0.8, top_k=10, top_p=0.9), asked(temperature=0.8, top_k=10, top_p=0.9, logprobs=3)
-    expected = [output.outputs[0].token_ids for output in generate(ids_llm, prompts, plain)]
-    for each in (ids_llm, processed):
-        outputs = generate(each, prompts, [told if i % 2 else plain for i in range(8)])
-        assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert [output.outputs[0].logprobs is not None for output in outputs] == [False, True] * 4
 
 
 def test_a_stream_tells_the_logprobs_of_its_tokens(ids_llm):
@@ -450,28 +322,6 @@ def test_a_logprob_tells_its_ids_text(llm, ids_llm):
     assert {told.decoded_token for row in answer.logprobs for told in row.values()} == {None}
 
 
-def test_processed_logprobs_are_those_after_all_stages(qwen3_path, ids_llm):
-    prompt, allowed = [1, 2, 3], list(range(10, 40))
-    given = {"temperature": 0.5, "allowed_token_ids": allowed, "top_k": 3, "logit_bias": {12: 2.0}, "logprobs": -1}
-    llm = load(qwen3_path, logprobs_mode="processed")
-    [answer] = answers(llm, prompt, asked(**given))
-    [raw] = answers(ids_llm, prompt, asked(**given))
-    assert raw.token_ids == answer.token_ids
-    logits = oracle_logits(qwen3_path, prompt + answer.token_ids)[len(prompt) - 1 : -1]
-    masked = torch.full_like(logits, -INF)
-    masked[:, allowed] = logits[:, allowed]
-    masked[:, 12] += 2.0
-    masked[masked < masked.topk(3).values[:, -1:]] = -INF
-    expected = (masked / 0.5).log_softmax(-1)
-    values = values_of(answer.logprobs)
-    assert torch.equal(values.isfinite(), expected.isfinite())
-    assert (values.isfinite().sum(-1) == 3).all()
-    torch.testing.assert_close(values.exp(), expected.exp(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(values_of(raw.logprobs), logits.log_softmax(-1), atol=1e-4, rtol=0)
-    assert {told.rank for row in answer.logprobs for told in row.values() if told.logprob == -INF} == {VOCAB_SIZE}
-    assert math.isfinite(answer.cumulative_logprob)
-
-
 def test_processed_logprobs_of_a_greedy_row_are_at_temperature_1(qwen3_path):
     llm = load(qwen3_path, logprobs_mode="processed")
     [answer] = answers(llm, [1, 2], asked(temperature=0.0, top_k=3, logprobs=-1, logit_bias={5: -100.0}))
@@ -494,19 +344,10 @@ def compare_prompt_logprobs(path, output, *, shift=1):
     assert [next(iter(row)) for row in told[1:]] == prompt[1:]  # the prompt's own token comes first
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {},
-        {"chunk_size": 1},
-        {"chunk_size": 3},
-        {"chunk_size": 4, "max_num_batched_tokens": 6},
-        {"enable_prefix_caching": False},
-        {"max_num_seqs": 1},
-        {"logprobs_mode": "processed"},
-    ],
-    ids=str,
-)
+CHUNKS = [{}, {"chunk_size": 4, "max_num_batched_tokens": 6}, {"enable_prefix_caching": False, "chunk_size": 1}]
+
+
+@pytest.mark.parametrize("way", [*CHUNKS, {"logprobs_mode": "processed"}], ids=str)
 def test_prompt_logprobs_are_transformers_log_softmax_shifted_by_one(qwen3_path, way):
     llm = load(qwen3_path, **way)
     prompts = [random_prompt(length) for length in (1, 2, 4, 9, 30)]
@@ -519,12 +360,6 @@ def test_prompt_logprobs_are_transformers_log_softmax_shifted_by_one(qwen3_path,
         assert_nothing_is_left(llm)
     with pytest.raises(AssertionError):  # it would notice rows that are not shifted
         compare_prompt_logprobs(qwen3_path, output, shift=0)
-
-
-@pytest.mark.slow
-def test_prompt_logprobs_of_gpt2_are_transformers_too(gpt2_path):
-    [output] = generate(LLM(gpt2_path, kv_cache_memory=MEMORY, chunk_size=16), [random_prompt(40)], asked(prompt_logprobs=-1))
-    compare_prompt_logprobs(gpt2_path, output)
 
 
 def test_a_prompt_that_is_preempted_before_its_end_has_all_its_logprobs_once(qwen3_path):
@@ -544,15 +379,15 @@ def test_a_prompt_that_is_preempted_before_its_end_has_all_its_logprobs_once(qwe
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_prompt_logprobs_survive_preemption_after_the_prompt(qwen3_path, n):
+def test_prompt_logprobs_survive_preemption_after_the_prompt(qwen3_path):
     llm = load(qwen3_path, num_blocks=12, chunk_size=8)
     prompts = [random_prompt(10, seed=i) for i in range(4)]
-    outputs = generate(llm, prompts, asked(prompt_logprobs=-1, max_tokens=16, n=n))
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    for output in outputs:
-        compare_prompt_logprobs(qwen3_path, output)
-    assert_nothing_is_left(llm)
+    for n in (1, 3):
+        outputs = generate(llm, prompts, asked(prompt_logprobs=-1, max_tokens=16, n=n))
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        for output in outputs:
+            compare_prompt_logprobs(qwen3_path, output)
+        assert_nothing_is_left(llm)
 
 
 def test_a_request_with_prompt_logprobs_reads_no_cached_prefix_and_others_still_do(ids_llm):
@@ -562,33 +397,6 @@ def test_a_request_with_prompt_logprobs_reads_no_cached_prefix_and_others_still_
     assert [output.metrics.num_cached_tokens for output in outputs] == [0, 0, 16]
     assert [output.prompt_logprobs is None for output in outputs] == [True, False, True]
     assert outputs[0].outputs == outputs[1].outputs == outputs[2].outputs
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_k_prompt_logprobs_are_the_k_largest_and_the_prompts_own(ids_llm, k):
-    prompt = random_prompt(40)
-    [everything] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
-    [output] = generate(ids_llm, [prompt], asked(prompt_logprobs=k, max_tokens=1))
-    for row, whole, token_id in zip(output.prompt_logprobs[1:], everything.prompt_logprobs[1:], prompt[1:], strict=True):
-        falling = sorted(whole, key=lambda i: (-whole[i].logprob, i))[:k]
-        assert list(row) == [token_id, *(i for i in falling if i != token_id)]
-        assert row == {i: whole[i] for i in row}
-
-
-def test_a_large_vocabulary_is_headed_some_rows_at_a_time(ids_llm, qwen3_path, monkeypatch):
-    monkeypatch.setattr("nanoinfer.features.logprobs.prompt_logprobs.PROMPT_LOGITS", 7 * VOCAB_SIZE)
-    prompt = random_prompt(30)
-    model, sizes = ids_llm.engine.executor.runner.model, []
-    compute_logits = model.compute_logits
-
-    def counted(hidden):
-        sizes.append(len(hidden))
-        return compute_logits(hidden)
-
-    monkeypatch.setattr(model, "compute_logits", counted)
-    [some] = generate(ids_llm, [prompt], asked(prompt_logprobs=-1, max_tokens=1))
-    assert sizes == [7, 7, 7, 7, 1, 1]  # the prompt's, which are read before a token is sampled, and the token's
-    compare_prompt_logprobs(qwen3_path, some)
 
 
 # ---- lists of ids
@@ -605,30 +413,6 @@ def wanting(*ids):
     return processor
 
 
-def pairs(ids):
-    return set(itertools.pairwise(ids))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bad_word_of_ids_never_comes_out_and_its_beginning_does(ids_llm, temperature):
-    params = {"temperature": temperature, "logits_processors": [wanting(7, 8, 9)], "max_tokens": 12}
-    assert token_ids(ids_llm, [1, 7, 8], asked(**params)) == [7, 8, 9] * 4
-    free = token_ids(ids_llm, [1, 7, 8], asked(bad_words=[[8, 9, 7, 7], [5]], **params))
-    assert free == [7, 8, 9] * 4  # nothing of that kind wants to come out
-    cut = token_ids(ids_llm, [1, 7, 8], asked(bad_words=[[7, 8]], **params))
-    assert (7, 8) not in pairs(cut)
-    assert cut[0::3] == [7] * 4
-    cut = token_ids(ids_llm, [1, 7, 8], asked(bad_words=[[7, 8, 9]], **params))
-    assert (cut[0], cut[1], cut[3], cut[4]) == (7, 8, 7, 8)
-    assert 9 not in cut[2::3]
-    assert 7 not in token_ids(ids_llm, [1, 7, 8], asked(bad_words=[[7]], **params))
-
-
-def test_a_bad_word_that_begins_in_the_prompt_is_not_one(ids_llm):
-    params = asked(temperature=0.0, bad_words=[[7, 8]], logits_processors=[wanting(8)], max_tokens=2)
-    assert token_ids(ids_llm, [1, 7], params) == [8, 8]
-
-
 def one_token_word(llm):
     """A word that is one token both with and without a space before it."""
     encode = llm.engine.tokenizer.encode
@@ -637,18 +421,18 @@ def one_token_word(llm):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("space", ["", " "])
-def test_a_bad_word_as_text_never_comes_out_with_or_without_a_space_before_it(llm, space, temperature):
+def test_a_bad_word_as_text_never_comes_out_with_or_without_a_space_before_it(llm, temperature):
     word, bare, spaced = one_token_word(llm)
     assert bare != spaced
-    both = {"logit_bias": {bare: 50.0, spaced: 50.0}}  # else the model itself might never say it
-    params = {"temperature": temperature, "max_tokens": 8, "seed": 5, "ignore_eos": True} | both
-    said = answers(llm, "Once upon", SamplingParams(**params))[0].token_ids
-    assert set(said) <= {bare, spaced}
-    said = answers(llm, "Once upon", SamplingParams(bad_words=[space + word], **params))[0].token_ids
-    assert not set(said) & {bare, spaced}
-    said = answers(llm, "Once upon", SamplingParams(bad_words=[[spaced]], **params))[0].token_ids
-    assert set(said) == {bare}  # as ids, a word is those ids alone
+    params = {"temperature": temperature, "max_tokens": 8, "seed": 5, "ignore_eos": True}
+    params["logit_bias"] = {bare: 50.0, spaced: 50.0}  # else the model itself might never say it
+
+    def said(*bad_words):
+        return set(answers(llm, "Once upon", SamplingParams(bad_words=bad_words, **params))[0].token_ids)
+
+    assert said() <= {bare, spaced}
+    assert not (said(word) | said(" " + word)) & {bare, spaced}
+    assert said([spaced]) == {bare}  # as ids, a word is those ids alone
 
 
 def test_a_bad_word_of_several_tokens_never_comes_out_in_either_spelling(llm):
@@ -684,67 +468,7 @@ def test_a_bad_word_never_comes_out_where_its_spelling_with_a_space_is_shorter(l
         assert said[: len(bare)] != bare
 
 
-@pytest.mark.parametrize("allowed", [[7], [7, 90], [3, 3, 50, 95, 0]])
-def test_only_allowed_ids_come_out_and_each_of_them_does(ids_llm, qwen3_path, allowed):
-    """At temperature 100: one of four ids misses 40 draws once in 25,000 seeds, and the seed is fixed."""
-    said = token_ids(ids_llm, [1, 2], asked(allowed_token_ids=allowed, temperature=100, max_tokens=40))
-    assert set(said) == set(allowed)
-    greedy = token_ids(ids_llm, [1, 2], asked(allowed_token_ids=allowed, temperature=0.0))
-    assert set(greedy) <= set(allowed)
-    logits, ids = oracle_logits(qwen3_path, [1, 2, *greedy])[1:-1], sorted(set(allowed))
-    assert greedy == [ids[i] for i in logits[:, ids].argmax(-1).tolist()]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_of_100_forces_an_id_and_of_minus_100_avoids_it(ids_llm, temperature):
-    params = {"temperature": temperature, "max_tokens": 20}
-    assert token_ids(ids_llm, [1, 2], asked(logit_bias={33: 100}, **params)) == [33] * 20
-    two = {"allowed_token_ids": [33, 44]}
-    assert token_ids(ids_llm, [1, 2], asked(logit_bias={33: -100}, **two, **params)) == [44] * 20
-    assert token_ids(ids_llm, [1, 2], asked(logit_bias={44: -100, 33: 100, 5: 100}, **two, **params)) == [33] * 20
-
-
 # ---- penalties
-
-
-def oracle_generate(path, prompt, max_tokens, **arguments):
-    """transformers' greedy answer. A gap between the best two is asserted: else either token would be right."""
-    output = oracle(path).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt)),
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **arguments,
-    )
-    best = torch.cat(output.scores).topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > 1e-5
-    return output.sequences[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_greedy_tokens_under_penalties_are_transformers(request, family):
-    """All in one batch, where each row has its own."""
-    path = request.getfixturevalue(f"{family}_path")
-    given = [
-        {},
-        {"repetition_penalty": 1.3},
-        {"repetition_penalty": 0.8},
-        {"repetition_penalty": 5.0},
-        {"no_repeat_ngram_size": 1},
-        {"no_repeat_ngram_size": 2},
-        {"no_repeat_ngram_size": 3},
-        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.1},
-    ]
-    rows = [(prompt, each) for prompt in (random_prompt(1), random_prompt(15) * 2) for each in given]
-    expected = [oracle_generate(path, prompt, 24, **each) for prompt, each in rows]
-    plain, *others = zip(expected[: len(given)], expected[len(given) :], strict=True)
-    assert plain not in others  # every one of them does something
-    params = [asked(temperature=0.0, max_tokens=24, **each) for _, each in rows]
-    outputs = generate(LLM(path, kv_cache_memory=MEMORY), [prompt for prompt, _ in rows], params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def by_the_book(logits, prompt, output, params):
@@ -805,15 +529,6 @@ def test_greedy_tokens_under_all_of_them_go_by_the_book(ids_llm, qwen3_path):
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def test_no_ngram_comes_twice_when_it_is_forbidden_and_one_does_when_not(ids_llm):
-    prompt = random_prompt(5)
-    params = {"temperature": 0.2, "max_tokens": 60}
-    said = token_ids(ids_llm, prompt, asked(no_repeat_ngram_size=2, **params))
-    assert len(pairs(prompt + said)) == 64
-    said = token_ids(ids_llm, prompt, asked(**params))
-    assert len(pairs(prompt + said)) < 64
-
-
 # ---- the user's own functions
 
 
@@ -851,34 +566,6 @@ def test_a_processor_sees_its_own_prompt_and_output_at_each_step(qwen3_path, arg
     assert_nothing_is_left(llm)
 
 
-def test_a_processor_comes_after_the_masks_and_penalties_and_before_the_temperature(ids_llm, qwen3_path):
-    watch, prompt = Watching(), random_prompt(6)
-    params = asked(**BOOK, **PENALTIES[-1], temperature=0.5, top_k=2, min_tokens=10, logits_processors=[watch])
-    token_ids(ids_llm, prompt, params)
-    for _, output, logits in watch.calls:
-        expected = by_the_book(oracle_logits(qwen3_path, prompt + output)[-1], prompt, output, params)
-        torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=0)
-    assert len(watch.calls) == 10
-
-
-def test_processors_are_called_in_their_order_and_each_gets_what_the_one_before_returned(ids_llm):
-    def only(*ids):
-        def processor(prompt_ids, output_ids, logits):
-            masked = torch.full_like(logits, -INF)
-            masked[list(ids)] = logits[list(ids)]
-            return masked
-
-        return processor
-
-    def lift(prompt_ids, output_ids, logits):
-        logits[33] += 100.0  # in place is allowed, too
-        return logits
-
-    assert set(token_ids(ids_llm, [1], asked(logits_processors=[only(5, 33), lift]))) == {33}
-    assert set(token_ids(ids_llm, [1], asked(logits_processors=[lift, only(5, 6)]))) <= {5, 6}
-    assert set(token_ids(ids_llm, [1], asked(logits_processors=[only(5, 6), lambda p, o, logits: logits.double()]))) <= {5, 6}
-
-
 def raising_at(num_calls, error):
     calls = []
 
@@ -891,7 +578,7 @@ def raising_at(num_calls, error):
     return function
 
 
-@pytest.mark.parametrize(("num_calls", "n"), [(1, 1), (5, 1), (2, 3), (9, 3)])
+@pytest.mark.parametrize(("num_calls", "n"), [(1, 1), (9, 3)])
 def test_a_processor_that_raises_passes_its_error_on_and_the_llm_is_usable_afterwards(ids_llm, num_calls, n):
     prompts, params = [[1, 2, 3], [4, 5]], asked(n=n)
     expected = [output.outputs for output in generate(ids_llm, prompts, params)]
@@ -906,30 +593,9 @@ def test_a_processor_that_raises_passes_its_error_on_and_the_llm_is_usable_after
     assert [output.outputs for output in generate(ids_llm, prompts, params)] == expected
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 5])
-def test_a_stage_that_raises_passes_its_error_on_and_the_llm_is_usable_afterwards(qwen3_path, ids_llm, num_calls):
-    prompts, params = [[1, 2, 3], [4, 5]], asked(n=3)
-    llm = load(qwen3_path, stages=[*STAGES, raising_at(num_calls, LookupError("my own fault"))])
-    with pytest.raises(LookupError, match="my own fault"):
-        generate(llm, prompts, params)
-    assert_nothing_is_left(llm)
-    expected = [output.outputs for output in generate(ids_llm, prompts, params)]
-    assert [output.outputs for output in generate(llm, prompts, params)] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("a row too many", lambda logits: torch.cat((logits, logits))),
-        ("an id too few", lambda logits: logits[..., :-1]),
-        ("nothing", lambda logits: None),
-        ("a list", lambda logits: logits.tolist()),
-        ("a number", lambda logits: logits.sum()),
-    ],
-    ids=["a row too many", "an id too few", "nothing", "a list", "a number"],
-)
-def test_a_function_that_returns_another_shape_is_told_so(qwen3_path, ids_llm, name, wrong):
-    with pytest.raises(InvalidTypeError, match=rf"logits processor must return logits of shape \({VOCAB_SIZE},\), got "):
+@pytest.mark.parametrize("wrong", [lambda logits: logits[..., :-1], lambda logits: logits.tolist()], ids=["too few", "a list"])
+def test_a_function_that_returns_another_shape_is_told_so_without_all_the_numbers(qwen3_path, ids_llm, wrong):
+    with pytest.raises(InvalidTypeError, match=rf"processor must return logits of shape \({VOCAB_SIZE},\), got ") as of_one:
         generate(ids_llm, [[1, 2]], asked(logits_processors=[lambda prompt_ids, output_ids, logits: wrong(logits)]))
     assert_nothing_is_left(ids_llm)
 
@@ -937,19 +603,10 @@ def test_a_function_that_returns_another_shape_is_told_so(qwen3_path, ids_llm, n
         return wrong(logits)
 
     llm = load(qwen3_path, stages=[my_stage, *STAGES])
-    with pytest.raises(InvalidTypeError, match=rf"stage my_stage must return logits of shape \(1, {VOCAB_SIZE}\), got "):
+    with pytest.raises(InvalidTypeError, match=rf"my_stage must return logits of shape \(1, {VOCAB_SIZE}\), got ") as of_other:
         generate(llm, [[1, 2]], asked())
     assert_nothing_is_left(llm)
-
-
-def test_that_error_tells_the_shape_it_got_and_not_all_the_numbers(qwen3_path, ids_llm):
-    with pytest.raises(InvalidTypeError) as caught:
-        generate(ids_llm, [[1, 2]], asked(logits_processors=[lambda prompt_ids, output_ids, logits: logits[:-1]]))
-    assert f"({VOCAB_SIZE - 1},)" in str(caught.value)
-    assert len(str(caught.value)) < 300
-    with pytest.raises(InvalidTypeError) as caught:
-        generate(load(qwen3_path, stages=[*STAGES, lambda logits, batch: logits.tolist()]), [[1, 2]], asked())
-    assert len(str(caught.value)) < 300
+    assert max(len(str(caught.value)) for caught in (of_one, of_other)) < 300
 
 
 def only_even_ids(logits, batch):
@@ -961,13 +618,8 @@ def only_even_ids(logits, batch):
 @pytest.mark.parametrize("stages", [[*STAGES, only_even_ids], [only_even_ids, *STAGES]], ids=["last", "first"])
 def test_a_stage_of_ones_own_acts_on_greedy_and_on_sampled_rows(qwen3_path, ids_llm, stages):
     llm = load(qwen3_path, stages=stages)
-    params = [
-        asked(temperature=0.0),
-        asked(),
-        asked(top_k=40),
-        asked(top_p=0.9, n=2),
-        asked(temperature=0.0, presence_penalty=1),
-    ]
+    more = [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9, "n": 2}, {"temperature": 0.0, "presence_penalty": 1}]
+    params = [asked(**given) for given in more]
     prompts = [random_prompt(4, seed=i) for i in range(5)]
     said = [i for output in generate(llm, prompts, params) for answer in output.outputs for i in answer.token_ids]
     assert {i % 2 for i in said} == {0}
@@ -978,62 +630,3 @@ def test_a_stage_of_ones_own_acts_on_greedy_and_on_sampled_rows(qwen3_path, ids_
 
 
 # ---- all of it at once
-
-EVERYTHING = {
-    "temperature": 0.9,
-    "top_k": 40,
-    "top_p": 0.97,
-    "min_p": 0.01,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.3,
-    "frequency_penalty": 0.2,
-    "no_repeat_ngram_size": 3,
-    "logit_bias": {40: 2.0, 41: -2.0},
-    "allowed_token_ids": list(range(2, 94)),
-    "bad_words": [[7], [8, 9]],
-    "stop_token_ids": [60],
-    "min_tokens": 12,
-    "max_tokens": 16,
-    "logprobs": 2,
-    "prompt_logprobs": 1,
-    "logits_processors": [lambda prompt_ids, output_ids, logits: logits * 1.1],
-}
-OTHERS = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"n": 2, "presence_penalty": 1.0}, {"logprobs": 3}]
-
-
-@pytest.fixture(scope="module")
-def each_alone(loaded_ids):
-    """The token ids of every answer to random_prompt(3 + i) with OTHERS[i], and to random_prompt(8) with EVERYTHING."""
-    asked_for = [(random_prompt(3 + i), other) for i, other in enumerate(OTHERS)] + [(random_prompt(8), EVERYTHING)]
-    return [[answer.token_ids for answer in answers(loaded_ids, prompt, asked(**given))] for prompt, given in asked_for]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("prompts in chunks", "one at a time", "few blocks")])
-def test_the_same_seed_gives_the_same_tokens_with_every_parameter_on(qwen3_path, each_alone, way):
-    """Alone, among others, streamed, and run in every way. Rounding may move a draw: see above."""
-    llm, everything = load(qwen3_path, **WAYS[way]), asked(**EVERYTHING)
-    assert [[i for delta in llm.stream(random_prompt(8), everything) for i in delta.token_ids]] == each_alone[-1]
-    prompts = [random_prompt(3 + i) for i in range(len(OTHERS))]
-    outputs = generate(llm, [*prompts, random_prompt(8)], [*(asked(**other) for other in OTHERS), everything])
-    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == each_alone
-    assert len(outputs[-1].prompt_logprobs) == 8
-    assert len(each_alone[-1][0]) >= 12
-    assert_nothing_is_left(llm)
-
-
-def test_the_same_seed_gives_the_same_text_with_every_parameter_on(llm):
-    word, bare, _ = one_token_word(llm)
-    params = SamplingParams(
-        **EVERYTHING
-        | {"seed": 8, "allowed_token_ids": list(range(300)), "bad_words": [word], "stop_token_ids": [5], "stop": ["e.", "zz"]}
-        | {"min_tokens": 5, "ignore_eos": True, "include_stop_str_in_output": True}
-    )
-    [alone] = answers(llm, "Once upon a time", params)
-    deltas = list(llm.stream("Once upon a time", params))
-    assert "".join(delta.text for delta in deltas) == alone.text
-    assert [i for delta in deltas for i in delta.token_ids] == alone.token_ids
-    outputs = generate(llm, ["One day", "Once upon a time", "a"], [SamplingParams(), params, SamplingParams(n=2)])
-    assert (outputs[1].outputs[0].text, outputs[1].outputs[0].token_ids) == (alone.text, alone.token_ids)
-    assert max(alone.token_ids) < 300
-    assert bare not in alone.token_ids

@@ -19,10 +19,8 @@ BIAS = {TURN_END: 100}  # every token is the end of a turn, where it is allowed
 def path(tmp_path_factory):
     """A checkpoint whose generation_config.json has only the end of a document."""
     path = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path_factory.mktemp("ends") / "model")
-    for name, changes in (
-        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}),
-        ("generation_config.json", {"eos_token_id": 0}),
-    ):
+    changed = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}, "generation_config.json": {"eos_token_id": 0}}
+    for name, changes in changed.items():
         (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | changes))
     return path
 

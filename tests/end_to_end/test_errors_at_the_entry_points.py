@@ -95,17 +95,37 @@ def test_odd_values_of_every_declared_argument_are_refused(llm, declared):
             refused(lambda name=name, value=value: DECLARED[declared](llm, **{name: value}), name)
 
 
-STRING = "must be a string"
+STRING, NUMBERS = (
+    "must be a string",
+    ("max_num_seqs", "max_num_batched_tokens", "chunk_size", "max_model_len", "kv_cache_memory"),
+)
+TYPES = {  # words of the message -> arguments of LLM, values
+    "must be an integer.*, got": (("block_size", *NUMBERS), [1.5, "4", True]),
+    "must be >= 1, got": (("block_size", *NUMBERS), [0, -1]),
+    f"{STRING}.*, got": (("model", "tokenizer", "revision", "dtype", "device", "attention_backend"), [5, ["auto"]]),
+    "must be True or False.*, got": (("enable_prefix_caching", "enforce_eager", "batch_invariant", "enable_lora"), [1, "yes"]),
+    "must be a number.*, got": (("gpu_memory_utilization",), ["0.9", None, True]),
+    r"must be in \(0, 1\], got": (("gpu_memory_utilization",), [0, -0.5, 1.01, math.nan, math.inf]),
+}
+
+
+@pytest.mark.parametrize("sentence", TYPES)
+def test_an_argument_of_a_wrong_type_or_out_of_range_is_refused_by_name(llm, sentence):
+    names, values = TYPES[sentence]
+    for name in names:
+        for value in values:
+            refused(lambda name=name, value=value: make(llm, **{name: value}), sentence=f"^{name} {sentence}")
+
+
 OUTSIDE = rf"the token id \d+; this model's ids are 0 \.\. {LAST_OF_LLM}"
 VALUES = {  # {call: {argument: {words of the message: values}}}
     make: {
-        "model": {STRING: [5, b"tiny-qwen3", ["tiny-qwen3"]]},
-        "tokenizer": {STRING: [5], "no/such": ["no/such/tokenizer"]},
+        "tokenizer": {"no/such": ["no/such/tokenizer"]},
         "dtype": {"must be one of auto, float32, bfloat16, .*, got 'fp8'": ["fp8"], "": [torch.int8, 16, "auto "]},
         "device": {"must be auto, cpu, cuda or cuda:N, got": ["tpu", "meta", "CPU", "cuda:x", "cuda:-1"]},
         "max_model_len": {"must be <= 512, the positions this model knows, got": [513]},
         "kv_cache_memory": {"less than one block of 64 tokens": [1], "is .* bytes, but .* are free": [2**60]},
-        "attention_backend": {"must be auto or one of reference, cpu, .*got 'flash3'": ["flash3"], STRING: [["cpu"]]},
+        "attention_backend": {"must be auto or one of reference, cpu, .*got 'flash3'": ["flash3"]},
         "seed": {r"must be in 0 \.\. 2\*\*64 - 1, got": [-1, 2**64], "must be an integer": [1.0, "1", True]},
         "tracer": {r"must have a method emit\(event\)": [5, print, Recorder]},
         "stages": {

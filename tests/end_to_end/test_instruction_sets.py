@@ -55,4 +55,4 @@ def test_requests_get_the_same_bits_alone_and_together_and_the_sessions_hold(nam
         timeout=600,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.count("differ,") == (5 if how_many == "all" else 3), done.stdout
+    assert done.stdout.count("0 differ: ") == (5 if how_many == "all" else 3), done.stdout

@@ -100,7 +100,7 @@ def test_every_row_has_a_script_and_every_script_a_row():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 2)) for i, name in enumerate(SCRIPTS)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (i % 3 > 0)) for i, name in enumerate(SCRIPTS)])
 def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(name, tmp_path, capsys):
     script, source = tmp_path / "script.py", changed(SCRIPTS[name].read_text(encoding="utf-8"))
     if left_out := ROWS[name]:
@@ -128,12 +128,6 @@ def test_what_a_script_needs_that_is_not_there_is_refused_with_a_hint(name):
     with pytest.raises(NanoinferError) as caught:
         eval(REFUSED[name], names)
     assert NOT_RUN[name] in str(caught.value)
-
-
-def test_the_page_says_how_many_run():
-    num_running = sum(not left_out for left_out in ROWS.values())
-    sentence = f"{num_running} of {len(ROWS) + len(NOT_RUN)} scripts that were written here after vLLM's examples"
-    assert sentence in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 # ---- names, methods and arguments: lists that are made from those of the package

@@ -55,12 +55,6 @@ def marked_long(names, chosen):
 
 
 @pytest.fixture(scope="module")
-def path_of(tmp_path_factory):
-    """family -> its checkpoint, which is written once."""
-    return functools.cache(lambda family: tiny_models.save(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture(scope="module")
 def check(path_of):
     """Compare answers with transformers: each token is the most likely one, and has its log-probability."""
     oracle_of = functools.cache(lambda family: transformers.AutoModelForCausalLM.from_pretrained(path_of(family)).eval())
@@ -215,15 +209,6 @@ def test_answers_are_the_same_where_slots_run_out(path):
     for params in (SamplingParams(temperature=0, max_tokens=9, detokenize=False), several):
         assert tokens_of(generate(few, prompts, params)) == tokens_of(generate(room, prompts, params))
     tiny_models.assert_nothing_is_left(few)
-
-
-def test_an_aborted_request_leaves_no_slot(path):
-    llm = LLM(path, kv_cache_memory=MEMORY, **SIZES)
-    requests = [llm.engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for _ in range(3):
-        llm.engine.step()
-    llm.engine.abort(*(request.request_id for request in requests))
-    tiny_models.assert_nothing_is_left(llm)
 
 
 def changed(path, folder, **more):

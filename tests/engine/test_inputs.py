@@ -7,8 +7,8 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import InputProcessor, RequestFeature, as_list, one_per_prompt
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
+from nanoinfer.engine.inputs import InputProcessor, RequestFeature
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.scheduling.sequence import Constraint
 
@@ -75,13 +75,6 @@ def test_parameters_that_this_model_cannot_serve_are_refused(params, message):
         processor().prepare([3], SamplingParams(**{"detokenize": False} | params))
 
 
-def test_the_requests_parameters_are_not_the_callers():
-    params = SamplingParams(detokenize=False)
-    prepared = processor().prepare([3], params)
-    params.max_tokens = 99
-    assert prepared.params.max_tokens != 99
-
-
 def test_a_priority_needs_a_scheduler_that_reads_it():
     assert processor(accepts_priority=True).prepare([3], PARAMS, priority=5).priority == 5
     assert processor().prepare([3], PARAMS, priority=0).priority == 0
@@ -118,30 +111,8 @@ def test_a_request_that_was_compiled_is_not_compiled_again():
     assert processor().compile(compiled) == compiled
 
 
-def test_salts_separate_tenants():
-    salts = [processor().prepare({"prompt_token_ids": [3], "cache_salt": salt}, PARAMS).cache_salt for salt in ("a", "b", None)]
-    assert len(set(salts)) == 3
-    assert salts[2] is None
-
-
 def test_an_error_names_the_prompt():
     with pytest.raises(InvalidPromptError, match="prompt 1: the prompt has no tokens"):
         processor().prepare_all([[3], []], PARAMS)
     with pytest.raises(InvalidValueError, match="priority must be one, or one per prompt"):
         processor(accepts_priority=True).prepare_all([[3], [4]], PARAMS, priority=[1])
-
-
-def test_a_list_of_ids_is_one_prompt_and_a_list_of_lists_several():
-    assert as_list([3, 4]) == [[3, 4]]
-    assert as_list([[3], [4]]) == [[3], [4]]
-    assert as_list([]) == []
-    with pytest.raises(InvalidTypeError, match="prompts must be"):
-        as_list(5)
-
-
-def test_parameters_are_one_for_all_or_one_for_each():
-    assert list(one_per_prompt(PARAMS, 2)) == [PARAMS, PARAMS]
-    assert list(one_per_prompt([PARAMS], 1)) == [PARAMS]
-    for wrong in ([PARAMS], "a"):
-        with pytest.raises(NanoinferError, match="sampling_params must be"):
-            one_per_prompt(wrong, 2)

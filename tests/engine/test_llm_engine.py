@@ -5,16 +5,13 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nanoinfer import Recorder, SamplingParams
 from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
-from nanoinfer.errors import NanoinferError
-from nanoinfer.features.tracing import RequestFinished, StepScheduled, StepTimed
+from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.routes import RoutedSampler
@@ -152,62 +149,6 @@ def test_logits_of_a_chunked_batched_step_equal_a_dense_forward_pass(model):
     assert any(plan.num_decode_tokens and plan.num_prefill_tokens for plan in plans)  # they did share a step
 
 
-LENGTHS = st.integers(1, 300)
-
-
-@pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**32),
-    chunk_size=st.integers(1, 64),
-    num_blocks=st.integers(4, 64),
-    backend=st.sampled_from(["cpu", "cpu", "reference"]),
-    is_async=st.booleans(),
-)
-def test_random_loads_give_the_tokens_of_one_by_one_greedy_generation(model, seed, chunk_size, num_blocks, backend, is_async):
-    """16 requests per example: lengths 1 to 300, shared prefixes, aborts; too-long ones get their own error.
-
-    Always the same examples: fresh ones would meet two logits within rounding of each other once in a hundred runs or so (a
-    rough estimate).
-    """
-    rng = random.Random(seed)
-    engine = engine_for(
-        model,
-        num_blocks=num_blocks,
-        chunk_size=chunk_size,
-        backend=backend,
-        max_num_seqs=rng.choice([3, 16]),
-        is_async=is_async,
-    )
-    alone = engine_for(model, num_blocks=num_blocks, prefix_caching=False)
-    shared = random_prompt(rng, 200)
-    requests, aborted = [], set()
-    for _ in range(16):
-        length = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
-        num_shared = rng.choice([0, rng.randint(0, 200)])
-        prompt = (shared[:num_shared] + random_prompt(rng, 300))[:length]
-        requests.append(engine.add_request(prompt, greedy(rng.randint(1, 12))))
-        for _ in range(rng.randint(0, 3)):
-            engine.step()
-        if rng.random() < 0.15:
-            victim = rng.choice(requests)
-            if not victim.output:
-                aborted.add(victim.request_id)
-                engine.abort(victim.request_id)
-    answers = run(engine, requests)
-    for request, answer in zip(requests, answers, strict=True):
-        prompt = request.sequences[0].prompt_token_ids
-        expected = alone.add_request(prompt, request.sequences[0].params)
-        run(alone, [expected])
-        reference = expected.output.outputs[0]
-        if request.request_id in aborted:
-            assert answer.finish_reason == "abort"
-            assert answer.token_ids == reference.token_ids[: len(answer.token_ids)]
-        else:
-            assert answer == reference  # token ids, reason, and for prompts that cannot fit the error's words
-        assert (answer.finish_reason == "error") == (len(prompt) >= num_blocks * BLOCK_SIZE)
-
-
 @of_one_model
 @pytest.mark.parametrize("has_routes", [False, True])
 def test_a_row_without_finite_logits_ends_with_an_error_and_the_others_finish(model, has_routes):
@@ -261,52 +202,6 @@ def test_an_eos_id_beyond_the_vocabulary_harms_nobody(model):
     assert run(engine, [engine.add_request([1], greedy(5, min_tokens=3))])[0].finish_reason == "length"
 
 
-class Meddler(Recorder):
-    """A tracer that does something in the middle of a step."""
-
-    def __init__(self, when, what):
-        super().__init__()
-        self.when, self.what = when, what
-
-    def emit(self, event):
-        super().emit(event)
-        if isinstance(event, self.when):
-            self.when = ()  # once
-            self.what()
-
-
-@of_one_model
-def test_an_abort_during_a_step_takes_effect_when_the_step_is_over(model):
-    tracer = Meddler(StepScheduled, lambda: engine.abort(first.request_id))
-    engine = engine_for(model, tracer=tracer)
-    first, second = (engine.add_request([1, 2, 3], greedy(5)) for _ in range(2))
-    answers = run(engine, [first, second])
-    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
-    assert answers[0].token_ids == dense_greedy(model, [1, 2, 3], 1)
-    assert answers[1].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-@of_one_model
-def test_a_step_inside_a_step_is_refused(model):
-    engine = engine_for(model, tracer=Meddler(StepScheduled, lambda: engine.step()))
-    request = engine.add_request([1, 2, 3], greedy(5))
-    with pytest.raises(NanoinferError, match="a tracer may not step it"):
-        engine.step()
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 5)
-
-
-@of_one_model
-@pytest.mark.parametrize("event", [StepScheduled, RequestFinished, StepTimed])
-def test_a_tracer_that_raises_leaves_the_other_requests_right(model, event):
-    engine = engine_for(model, tracer=Meddler(event, lambda: 1 / 0))
-    requests = [engine.add_request([1, 2, 3], greedy(n)) for n in (1, 6)]
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012
-        while True:
-            engine.step()
-    answers = run(engine, requests)
-    assert [answer.token_ids for answer in answers] == [dense_greedy(model, [1, 2, 3], n) for n in (1, 6)]
-
-
 @of_one_model
 def test_few_blocks_do_not_make_sequences_start_only_to_be_preempted_again(model):
     """A block is left for every running sequence, so each preemption is paid for by real progress of the others."""
@@ -346,18 +241,3 @@ def test_async_scheduling_gives_the_same_outputs_whatever_is_asked_for(model, nu
         run(engine, requests)
         outputs.append([(request.output.outputs, request.output.prompt_logprobs) for request in requests])
     assert outputs[0] == outputs[1]
-
-
-@of_one_model
-def test_a_failing_step_with_another_under_way_leaves_the_requests_as_they_were(model):
-    engine = engine_for(model, is_async=True)
-    request = engine.add_request([1, 2, 3], greedy(8, ignore_eos=True))
-    engine.step()
-    engine.step()
-    forward = engine.executor.runner.forward
-    engine.executor.runner.forward = lambda batch: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    assert request.sequences[0].num_tokens == len(request.sequences[0].token_ids)
-    engine.executor.runner.forward = forward
-    assert run(engine, [request])[0].token_ids == dense_greedy(model, [1, 2, 3], 8)

@@ -1,7 +1,5 @@
 """What an engine tells its observer, and how several observers are one."""
 
-import pytest
-
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -45,21 +43,3 @@ def test_several_observers_are_told_in_their_order_and_only_what_they_override()
     again = together(one, writing(log, ["flush"], "c "))
     again.flush()
     assert log[3:] == ["a flush", "b flush", "c flush"]
-
-
-def test_an_observer_that_raises_in_flush_leaves_the_engine_usable():
-    class Broken(Observer):
-        is_broken = True
-
-        def flush(self):
-            if self.is_broken:
-                raise ValueError("mine")
-
-    engine = LLMEngine(FakeExecutor(), EngineConfig(), observer=(broken := Broken()))
-    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, detokenize=False))
-    with pytest.raises(ValueError, match="mine"):
-        engine.step()
-    broken.is_broken = False
-    while request.output is None:
-        engine.step()
-    assert len(request.output.outputs[0].token_ids) == 2

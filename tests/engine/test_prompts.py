@@ -1,7 +1,5 @@
 """The forms of a prompt: each is typed as users write it, and all of them are the same request."""
 
-
-
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.prompts import TextPrompt, TokensPrompt
 

@@ -55,7 +55,6 @@ STOP_STRINGS = [
     (b"abcd", {"stop": "bc"}, ("a", 3, "stop", "bc")),
     (b"abcd", {"stop": "bc"} | SHOW_STOP, ("abc", 3, "stop", "bc")),
     ([257], {"stop": "the"}, ("", 1, "stop", "the")),  # the whole output in one token
-    (b"ab", {"stop": "abc", "room": 2}, ("ab", 2, "length", None)),  # longer than the output
     # beginnings that repeat. test_stopping.py has more of text alone
     (b"aaab", {"stop": "aab"}, ("a", 4, "stop", "aab")),
     (b"aE", {"stop": "END", "room": 2}, ("aE", 2, "length", None)),  # what was held is released
@@ -70,10 +69,8 @@ STOP_STRINGS = [
     ([257], {"stop": ["the", "th"]} | SHOW_STOP, ("th", 1, "stop", "th")),
     # on the last allowed token: "stop", not "length"
     (b"abc", {"stop": "bc", "room": 3} | SHOW_STOP, ("abc", 3, "stop", "bc")),
-    (b"abcd", {"stop": "cd", "room": 3}, ("abc", 3, "length", None)),  # one token too late
     # the prompt is never searched
     (b"ab", {"stop": "\x03", "room": 2}, ("ab", 2, "length", None)),
-    (b"\x03ab", {"stop": "\x03a"}, ("", 2, "stop", "\x03a")),
     # characters of several bytes, over several tokens
     (EMOJI, {"stop": "😀"}, ("", 2, "stop", "😀")),
     ([*b"a", *EMOJI, *b"b"], {"stop": "a😀b"} | SHOW_STOP, ("a😀b", 4, "stop", "a😀b")),
@@ -83,69 +80,50 @@ STOP_STRINGS = [
     ([262], {"stop": "a", "room": 1}, ("", 1, "stop", "a")),  # the text beside half a character is searched at the end
     ([260, 261], {"stop": "x"}, ("佬", 2, "stop", "x")),  # in a token whose first byte ends a character
     ([262, 263], {"stop": "a"}, ("", 2, "stop", "a")),  # "a" comes with half of "€", and waits for the other half
-    ([262, 263], {"stop": "a"} | SHOW_STOP, ("a", 2, "stop", "a")),
-    ("你好。再见".encode(), {"stop": "。"}, ("你好", 9, "stop", "。")),
     # min_tokens: it must complete in text after so many tokens
     (b"abab", {"stop": "ab", "min_tokens": 2}, ("ab", 4, "stop", "ab")),
     (b"abab", {"stop": "ab", "min_tokens": 1}, ("", 2, "stop", "ab")),  # begins before, completes after
-    (b"abab", {"stop": "ab", "min_tokens": 4, "room": 4}, ("abab", 4, "length", None)),
     ([*b"aab", EOS], {"stop": "aab", "min_tokens": 3}, ("aab", 4, "stop", None)),  # too early; then EOS
-    ([257, *b"the"], {"stop": "the", "min_tokens": 1}, ("the", 4, "stop", "the")),
     ([0xE2, 0x82, 0xAC], {"stop": "€", "min_tokens": 2}, ("", 3, "stop", "€")),
     # beside EOS, other special tokens and stop ids
     ([*b"aE", EOS], {"stop": "END"}, ("aE", 3, "stop", None)),
     ([*b"a", EOS], {"stop": "<eos>"} | SHOW_SPECIAL, ("a", 2, "stop", None)),  # EOS goes first, and its text is dropped
     # where its text is kept, it is searched
     ([*b"a", EOS], {"stop": "<eos>"} | SHOW_STOP | SHOW_SPECIAL, ("a<eos>", 2, "stop", "<eos>")),
-    ([*b"a", EOS], {"stop": "a<e"} | SHOW_STOP | SHOW_SPECIAL, ("a<e", 2, "stop", "a<e")),
     ([*b"x", 257], {"stop": "th", "stop_token_ids": [257]} | SHOW_STOP, ("xth", 2, "stop", "th")),
     # a stop string that is a special token: its id, where its text is left out
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"}, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "room": 2}, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>", "min_tokens": 2, "room": 3}, ("ab", 3, "length", None)),
-    ([*b"a", IM_END, *b"b"], {"stop": "<|im_end|>"} | SHOW_SPECIAL, ("a", 2, "stop", "<|im_end|>")),
     ([*b"a", IM_END], {"stop": "<|im_end|>"} | SHOW_SPECIAL | SHOW_STOP, ("a<|im_end|>", 2, "stop", "<|im_end|>")),
     ([*b"a", EOS], {"stop": "<eos>"}, ("a", 2, "stop", None)),
     ([*b"a", EOS, *b"b"], {"stop": "<eos>", "ignore_eos": True}, ("a", 2, "stop", "<eos>")),
     ([*b"aE", IM_END], {"stop": ["END", "<|im_end|>"]}, ("aE", 3, "stop", "<|im_end|>")),  # what was held is released
     (b"a<|im_end|>", {"stop": "<|im_end|>"}, ("a", 11, "stop", "<|im_end|>")),  # and its text, in characters
-    ([*b"a", EOS], {"stop": "eos", "ignore_eos": True} | SHOW_SPECIAL, ("a<", 2, "stop", "eos")),
     ([*b"a", EOS, *b"b"], {"stop": "ab", "ignore_eos": True}, ("", 3, "stop", "ab")),  # over a token without text
     ([*b"a", EOS, *b"b"], {"stop": "s>b", "ignore_eos": True} | SHOW_SPECIAL, ("a<eo", 3, "stop", "s>b")),
-    ([*b"a", IM_END, *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     ([*b"a", BEYOND[0], *b"b"], {"stop": "ab"}, ("", 3, "stop", "ab")),
     (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),  # a stop id goes first, too
-    (b"abc", {"stop": "bc", "stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", "bc")),
 ]
 IDS_AND_LENGTHS = [
     (b"abcd", {"room": 3}, ("abc", 3, "length", None)),
     # EOS: stop_reason None; its text only with both include_stop_str_in_output and skip_special_tokens=False
     ([*b"ab", EOS], {}, ("ab", 3, "stop", None)),
-    ([*b"ab", EOS], SHOW_SPECIAL, ("ab", 3, "stop", None)),
-    ([*b"ab", EOS], SHOW_STOP, ("ab", 3, "stop", None)),
     ([*b"ab", EOS], SHOW_STOP | SHOW_SPECIAL, ("ab<eos>", 3, "stop", None)),
-    ([*b"ab", EOS], {"room": 3}, ("ab", 3, "stop", None)),  # EOS before the length
-    ([EOS], {}, ("", 1, "stop", None)),
-    ([EOS, *b"ab"], {"ignore_eos": True, "room": 3}, ("ab", 3, "length", None)),
     ([EOS, *b"ab"], {"ignore_eos": True, "room": 3} | SHOW_SPECIAL, ("<eos>ab", 3, "length", None)),
     # stop ids: the id is the reason, ordinary tokens too
     (b"abc", {"stop_token_ids": [ord("c")]}, ("ab", 3, "stop", ord("c"))),
     (b"abc", {"stop_token_ids": [ord("c")]} | SHOW_STOP, ("abc", 3, "stop", ord("c"))),
-    (b"abc", {"stop_token_ids": [ord("c")], "room": 3}, ("ab", 3, "stop", ord("c"))),
     ([*b"a", IM_END], {"stop_token_ids": [IM_END]} | SHOW_STOP | SHOW_SPECIAL, ("a<|im_end|>", 2, "stop", IM_END)),
     ([*b"a", BEYOND[0]], {"stop_token_ids": [BEYOND[0]]} | SHOW_STOP, ("a", 2, "stop", BEYOND[0])),
-    ([*b"a", EOS], {"stop_token_ids": [EOS]}, ("a", 2, "stop", None)),  # EOS before a stop id
     ([*b"a", EOS], {"stop_token_ids": [EOS], "ignore_eos": True}, ("a", 2, "stop", EOS)),
     # half a character at the end is left out, its ids are not
     ([*b"a", 0xE2, 0x82, 0xAC], {"room": 3}, ("a", 3, "length", None)),
-    ([*b"a", *EMOJI, 0xF0, 0x9F, 0x98], {"room": 6}, ("a😀", 6, "length", None)),
     ([262], {"room": 1}, ("a", 1, "length", None)),  # "a" comes with half of "€", and stays
     ([*b"a", 0xE2, 0x82, EOS], {}, ("a", 4, "stop", None)),
     ([*b"a", 0xE2, 0x82, EOS], SHOW_STOP | SHOW_SPECIAL, ("a\ufffd<eos>", 4, "stop", None)),
     # no text
-    (b"abc", {"detokenize": False, "room": 2}, ("", 2, "length", None)),
     (b"abc", {"detokenize": False, "tokenizer": False, "room": 2}, ("", 2, "length", None)),
-    ([*b"a", EOS], {"detokenize": False}, ("", 2, "stop", None)),
 ]
 
 
@@ -315,15 +293,6 @@ def test_an_error_ends_one_answer_and_an_abort_all_that_still_run():
     one.finish(Stop("abort"))
     assert [(answer.text, answer.finish_reason) for answer in one.output.outputs] == [("ac", "abort"), ("b", "error")]
     assert [answer.error for answer in one.output.outputs] == [None, "no token is left"]
-
-
-def test_a_request_ended_before_its_first_token_has_an_empty_output():
-    one = request()
-    one.finish(Stop("error", error="the prompt is too long"))
-    completion = one.output.outputs[0]
-    assert (completion.text, completion.token_ids, completion.error) == ("", [], "the prompt is too long")
-    assert (one.output.metrics.ttft, one.output.metrics.tpot) == (None, None)
-    assert one.output.metrics.finished_time is not None
 
 
 def test_the_output_tells_its_prompt_and_counts():

@@ -97,20 +97,6 @@ def test_a_match_must_complete_in_a_piece_that_is_examined(stops, pieces, num_un
     assert (found, text.text, "".join(releases)) == (matched, expected, expected)
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "releases"),
-    [
-        ([], ["ab", "c"], ["ab", "c"]),
-        (["END"], ["the E", "N", "T"], ["the ", "", "ENT"]),
-        (["END"], ["E", "E", "EN"], ["", "E", "E"]),
-        (["END"], ["abc", "def"], ["abc", "def"]),  # only what begins a stop string is held
-        (["xyz", "b"], ["aax", "y", "q"], ["aa", "", "xyq"]),
-    ],
-)
-def test_text_that_may_become_a_stop_string_waits_and_no_other_does(stops, pieces, releases):
-    assert stream(stops, pieces)[1][:-1] == releases
-
-
 def read_character_by_character(stops, pieces, include, num_unexamined):
     """The oracle: after each character, does the whole text end with a stop string?"""
     text = ""
@@ -183,25 +169,6 @@ def test_a_place_of_the_text_that_has_failed_is_not_compared_again(stops, text):
         strings.release()
         num_pieces += 1
     assert 0 < CountedStop.num_compared <= len(stops) * (len(text) + num_pieces)
-
-
-def test_a_long_stop_string_is_searched_only_where_enough_text_is_held():
-    searched = []
-
-    class CountedText(str):
-        def __add__(self, other):
-            return CountedText(str(self) + other)
-
-        def find(self, stop, start=0):
-            searched.append(max(len(self) - start, 0))
-            return super().find(stop, start)
-
-    strings = StopStrings(["x" * 2000])
-    strings.text = CountedText()
-    for piece in ["the text has none of it "] * 100:
-        assert strings.push(piece) is None
-        strings.release()
-    assert 0 < sum(searched) <= 2 * len(strings.text)
 
 
 def test_the_oracle_notices_a_search_that_looks_at_the_newest_piece_alone():

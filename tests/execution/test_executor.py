@@ -40,32 +40,6 @@ def test_an_engine_runs_on_what_the_protocol_names(is_async):
     assert len(request.output.outputs[0].token_ids) == 3
 
 
-def test_an_error_of_a_sequence_ends_its_request_alone():
-    class Failing(Smallest):
-        def collect(self, step):
-            return StepOutput(
-                [
-                    SequenceOutput(seq, error="no token") if seq.prompt_token_ids == [9] else SequenceOutput(seq, [1])
-                    for seq, _ in step.plan.rows
-                ]
-            )
-
-    engine = LLMEngine(Failing(), EngineConfig(async_scheduling=False))
-    params = SamplingParams(max_tokens=2, detokenize=False)
-    bad, good = engine.add_request([9], params), engine.add_request([5], params)
-    for _ in range(5):
-        engine.step()
-    assert (bad.output.outputs[0].finish_reason, bad.output.outputs[0].error) == ("error", "no token")
-    assert good.output.outputs[0].token_ids == [1, 1]
-
-
-def test_outputs_of_a_step_share_no_list():
-    one, other = SequenceOutput(None), SequenceOutput(None)
-    one.token_ids.append(5)
-    assert other.token_ids == []
-    assert StepOutput([]).seconds is not StepOutput([]).seconds
-
-
 def test_the_seam_imports_no_torch():
     code = "import sys; import nanoinfer.execution.executor, nanoinfer.engine.llm_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

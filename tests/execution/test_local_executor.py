@@ -7,7 +7,6 @@ from nanoinfer import SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.build import make_executor, make_runtime
 from nanoinfer.config import CacheConfig, EngineConfig
-from nanoinfer.execution.executor import Executor
 from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -49,14 +48,6 @@ def run(executor, *scheduled, **plan):
     return step, executor.collect(step)
 
 
-def test_it_is_an_executor_with_the_sizes_of_its_cache(executor):
-    for name in ("info", "batch_independent", "launch", "collect"):
-        assert hasattr(Executor, name)
-        assert hasattr(executor, name)
-    assert executor.info.block_size == 4
-    assert not executor.batch_independent  # torch's products
-
-
 def test_a_prompt_in_two_chunks_gets_the_likeliest_token(executor, expected):
     seq = sequence()
     _, first = run(executor, ScheduledSequence(seq, 4))
@@ -92,11 +83,3 @@ def test_a_plan_may_bring_its_own_sampler(executor, expected):
         [report] = found.reports
         assert report.logprobs.ids == top.indices.tolist()
         assert (report.logprobs.values == pytest.approx(top.values.tolist(), abs=1e-4)) is returns_logprobs
-
-
-def test_logits_that_are_not_finite_are_an_error_of_their_sequence(executor, model, monkeypatch):
-    monkeypatch.setattr(type(model), "compute_logits", lambda self, hidden: torch.full((len(hidden), 90), float("nan")))
-    for plan in ({}, {"sampler": Sampler()}):
-        [output] = run(executor, ScheduledSequence(sequence(), 6), **plan)[1].sequences
-        assert output.token_ids == []
-        assert "finite" in output.error

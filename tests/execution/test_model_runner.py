@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEMORY = 40 * 16 * 256  # 40 blocks of 16 tokens of the tiny qwen3
-PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 6, 3, 5, 1, 6)]
-FEW = PARAMS[:3]  # where two numbers of rows are enough: Triton's interpreter is slow
-PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4], [8, 9, 10]]
+PARAMS = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (2, 4, 3, 3, 1)]
+FEW = PARAMS[:2]  # where few rows are enough: Triton's interpreter is slow
+PROMPTS = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1], [4, 4]]
 
 
 def record(run):
@@ -62,18 +62,19 @@ def test_replayed_steps_give_the_tokens_of_steps_run_as_they_come(path):
     llm = llm_with(path, record)
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY))
     assert tokens_of(llm) == expected
+    assert len(record.sizes) >= 2
+    assert tokens_of(llm, FEW) == expected[: len(FEW)]
     assert sorted(record.sizes) == sorted(set(record.sizes))  # each once
     assert set(record.sizes) <= {1, 2, 4, 5}
-    assert len(record.sizes) >= 2
-    before = list(record.sizes)
-    assert tokens_of(llm) == expected
-    assert record.sizes == before
+    graphs, cache = llm.engine.executor.runner.graphs, llm.engine.executor.runner.cache
+    assert graphs._inputs[StepSize(0, 4)].attention.block_tables[3].unique().tolist() == [cache.num_blocks - 1]  # padding's own
+    assert cache.layer(0)[0][-1].any()
 
 
 def test_replayed_steps_of_a_model_with_windows_have_the_block_tables_of_every_kv_group(tmp_path):
     record.sizes, record.draws = [], []
     path = tiny_models.save("qwen3_window", tmp_path, sliding_window=40, **tiny_models.FEW_HEADS)  # three groups
-    prompts, params = [list(range(3, 63)), [7] * 26], SamplingParams(temperature=0, max_tokens=3, detokenize=False)
+    prompts, params = [list(range(3, 63)), [7] * 26], SamplingParams(temperature=0, max_tokens=2, detokenize=False)
     reference = LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY)
     answers = [llm.generate(prompts, params, use_tqdm=False) for llm in (reference, llm_with(path, record))]
     expected, replayed = ([output.outputs[0].token_ids for output in outputs] for outputs in answers)
@@ -95,24 +96,12 @@ def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
 def test_draws_are_replayed_behind_replayed_steps(path):
     """A step is read when the next has been launched, as on a GPU. (fast/sampling/test_cuda_graphs.py has draws alone.)"""
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})
-    params = [SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **given) for given in asking]
+    params = [SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False, **given) for given in asking]
     llm = llm_with(path, record, async_scheduling=True)
     llm.engine.executor.sampler = RoutedSampler([SamplerGraphs(5, record)])
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), params)
     assert tokens_of(llm, params) == expected
     assert record.draws
-
-
-def test_padding_rows_write_into_their_own_block_alone(path):
-    llm = llm_with(path, record)
-    llm.generate([[1, 2, 3]] * 3, PARAMS[:3], use_tqdm=False)
-    graphs, cache = llm.engine.executor.runner.graphs, llm.engine.executor.runner.cache
-    k_pages, _ = cache.layer(0)
-    used = set(k_pages.flatten(1).any(1).nonzero().flatten().tolist())
-    padding_block = cache.num_blocks - 1
-    assert graphs._inputs[StepSize(0, 4)].attention.block_tables[3].unique().tolist() == [padding_block]
-    assert padding_block in used
-    assert len(used) <= 1 + 6  # and the three sequences' blocks
 
 
 @pytest.mark.parametrize(
@@ -130,5 +119,5 @@ def test_what_cannot_be_recorded_runs_as_it_comes_and_is_told_once(path, caplog)
 
     expected = tokens_of(LLM(str(path), attention_backend="reference", block_size=16, kv_cache_memory=MEMORY), FEW)
     assert tokens_of(llm_with(path, fail), FEW) == expected
-    failed = "a step of 4 decodes and 0 prompt tokens could not be captured as a CUDA graph (CUDA out of memory)"
+    failed = "a step of 2 decodes and 0 prompt tokens could not be captured as a CUDA graph (CUDA out of memory)"
     assert caplog.text.count(failed) == 1

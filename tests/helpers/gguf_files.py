@@ -177,49 +177,32 @@ UNPACK = {
 
 # ---- models
 
-_LAYERS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "self_attn": "attn_sinks",  # its parameter is `sinks`
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
+
+def _pairs(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+_LAYERS = _pairs(
+    """
+    input_layernorm=attn_norm self_attn.q_proj=attn_q self_attn.k_proj=attn_k self_attn.v_proj=attn_v
+    self_attn.o_proj=attn_output self_attn.q_norm=attn_q_norm self_attn.k_norm=attn_k_norm
+    post_attention_layernorm=ffn_norm mlp.gate_proj=ffn_gate mlp.up_proj=ffn_up mlp.down_proj=ffn_down ln_1=attn_norm
+    attn.c_attn=attn_qkv attn.c_proj=attn_output ln_2=ffn_norm mlp.c_fc=ffn_up mlp.c_proj=ffn_down mlp.router=ffn_gate_inp
+    mlp.experts.gate_proj=ffn_gate_exps mlp.experts.up_proj=ffn_up_exps mlp.experts.down_proj=ffn_down_exps
+    self_attn=attn_sinks
+    """
+)
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _GEMMA3 = {"pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm"} | _AFTER_ATTENTION
-_STATE = _AFTER_ATTENTION | {
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
+_STATE = _AFTER_ATTENTION | _pairs(
+    """
+    linear_attn.in_proj_qkv=attn_qkv linear_attn.in_proj_z=attn_gate linear_attn.in_proj_b=ssm_beta
+    linear_attn.in_proj_a=ssm_alpha linear_attn.in_proj_ba=ssm_ba linear_attn.conv1d=ssm_conv1d linear_attn.A_log=ssm_a
+    linear_attn.dt_bias=ssm_dt linear_attn.norm=ssm_norm linear_attn.out_proj=ssm_out mlp.gate=ffn_gate_inp
+    mlp.shared_expert_gate=ffn_gate_inp_shexp mlp.shared_expert.gate_proj=ffn_gate_shexp
+    mlp.shared_expert.up_proj=ffn_up_shexp mlp.shared_expert.down_proj=ffn_down_shexp
+    """
+)
 _WITH_STATES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 _OF = {"gemma3": _LAYERS | _GEMMA3, "gpt-oss": _LAYERS | _AFTER_ATTENTION}
 _OF |= dict.fromkeys(_WITH_STATES.values(), _LAYERS | _STATE)

@@ -6,12 +6,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nanoinfer.features.adapters.request import LoRARequest
+
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "use_dora": False, "init_lora_weights": True}
 
 
 def write_adapter(path, shapes, *, rank=4, ranks=None, seed=0, tensors=None, **config):
     """Save an adapter of random matrices. Returns {module: (A, B)}."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     pairs, stored = {}, dict(tensors or {})
     for module, (num_outputs, num_inputs) in shapes.items():
@@ -34,3 +36,13 @@ def linear_shapes(checkpoint):
             if len(shape) == 2 and ".experts." not in name and last not in ("wte", "wpe", "embed_tokens", "lm_head"):
                 shapes[module] = shape[::-1] if last.startswith("c_") else shape  # GPT-2 stores [in, out]
     return shapes
+
+
+def write_requests(checkpoint, folder, ranks):
+    """Write an adapter of all linear layers for each rank. Returns LoRARequests with the ids 1, 2 and so on."""
+    shapes = {module: shape for module, shape in linear_shapes(checkpoint).items() if not module.startswith("mtp.")}
+    requests = []
+    for i, rank in enumerate(ranks, 1):
+        write_adapter(folder / f"adapter{i}", shapes, seed=i, rank=rank, r=rank, lora_alpha=16)
+        requests.append(LoRARequest(f"adapter{i}", i, str(folder / f"adapter{i}")))
+    return requests

@@ -60,7 +60,7 @@ KERNELS = {
     "quantized_linear": DRIVERS["quantized_linear"],
     "rounding": DRIVERS["rounding"],
 }
-# A pair takes 5 s of CPU, most of which are the compilers'. fast/cpu/test_compilers.py has whole models compiled by clang.
+# A pair takes 5 s of CPU, most of which are the compilers'.
 BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM"), ("rounding", "AVX2")]
 CASES = [
     pytest.param(

@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,24 +40,16 @@ def write(name: str, content: bytes | str) -> Change:
     return lambda path: (path / name).unlink(missing_ok=True) or (path / name).write_bytes(content)
 
 
-def edit(name: str, changes: dict) -> Change:
+def edit(name: str, **changes) -> Change:
     return write(name, json.dumps(json.loads((GOOD / name).read_text()) | changes))
 
 
-def config(**changes) -> Change:
-    return edit("config.json", changes)
+config, generation, tokenizer = (partial(edit, f"{name}.json") for name in ("config", "generation_config", "tokenizer"))
+template = partial(write, "chat_template.jinja")
 
 
 def rope(**changes) -> Change:
     return config(rope_parameters=YARN | changes)
-
-
-def generation(**changes) -> Change:
-    return edit("generation_config.json", changes)
-
-
-def tokenizer(**changes) -> Change:
-    return edit("tokenizer.json", changes)
 
 
 def vocabulary(changes: dict[str, object]) -> Change:
@@ -72,10 +65,6 @@ def old_vocabulary(content: str) -> Change:
 def regex(pattern: str) -> Change:
     pattern = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return tokenizer(pre_tokenizer=pattern)
-
-
-def template(source: str) -> Change:
-    return write("chat_template.jinja", source)
 
 
 def without(name: str) -> Change:
@@ -157,20 +146,16 @@ DOUBLED = "{% set n = namespace(x='ab') %}" + LOOP + "{% set n.x = n.x ~ n.x %}{
 CASES: dict[str, tuple[Change, str]] = {
     # config.json as a file
     "config: missing": (without("config.json"), "config.json does not exist"),
-    "config: empty": (write("config.json", ""), "config.json is not valid JSON"),
     "config: truncated": (write("config.json", '{"a": '), "is not valid JSON"),
     "config: binary": (write("config.json", b"\x80\x02\xff"), "is not valid JSON"),
     "config: deep lists": (write("config.json", "[" * 10**6), "nested too deeply"),
     "config: 5,000 digits": (write("config.json", f'{{"vocab_size": {DIGITS}}}'), r"not valid JSON \(Exceeds the limit"),
     "config: 5 MB": (write("config.json", " " * (MAX_JSON_BYTES + 1)), "at most 4194304 are read"),
-    "config: 100,000 lists": (write("config.json", '{"a": [' + "[]," * 100_000 + "[]]}"), "no architecture"),
     "config: pipe": (fifo("config.json"), "config.json cannot be read: it is not a regular file"),
     "config: a link to itself": (link("config.json", "config.json"), "Too many levels of symbolic links"),
     "generation: a list": (write("generation_config.json", "[]"), "must hold a JSON object"),
     # architecture
     "model_type: of another family": (config(model_type="qwen2"), "model_type .* must be .qwen3. for .*, got .qwen2."),
-    "architectures: none": (config(architectures=None), "names no architecture"),
-    "architectures: a string": (config(architectures="Qwen3ForCausalLM"), "names no architecture"),
     "architectures: lists": (config(architectures=[["Qwen3ForCausalLM"]]), r"\[\['Qwen3ForCausalLM'\]\] are not supported"),
     "model_type: missing": (lacks("model_type"), "no 'model_type'"),
     "quantization_config": (config(quantization_config={"quant_method": ["x"] * 9999}), "checkpoints quantised with"),
@@ -179,7 +164,6 @@ CASES: dict[str, tuple[Change, str]] = {
         config(quantization_config={"quant_method": "fp8", "weight_block_size": [0, "a"]}),
         r"weight_block_size=\[0, 'a'\]",
     ),
-    "dtype: a list": (config(dtype=["float32"]), "dtype is .'float32'."),
     "dtype: float8": (config(dtype="float8_e4m3fn"), "the checkpoint's dtype is 'float8_e4m3fn'; .* Pass dtype="),
     "dtype: long": (config(dtype="x" * 9999), "dtype is 'x"),
     # sizes
@@ -187,44 +171,30 @@ CASES: dict[str, tuple[Change, str]] = {
     "layers: 10,000": (config(num_hidden_layers=10**4), "num_hidden_layers .* is 10000, but the weights"),
     "layers: one more": (config(num_hidden_layers=4), "missing: layers.3.input_layernorm"),
     "layers: one less": (config(num_hidden_layers=2), "unexpected: model.layers.2"),
-    "layers: 0": (config(num_hidden_layers=0), "num_hidden_layers .* must be a number >= 1"),
-    "layers: true": (config(num_hidden_layers=True), "got True"),
     "head_dim: 10^9": (config(head_dim=10**9), "head_dim .* is 1000000000, but the weights have only"),
-    "head_dim: odd": (config(head_dim=31), "head_dim must be even"),
     "hidden_size: int64": (config(hidden_size=2**63), "hidden_size .* below 2..31, got 9223372036854775808"),
     "hidden_size: 10^9": (config(hidden_size=10**9), "the weights have only"),
     "hidden_size: missing": (lacks("hidden_size"), "no 'hidden_size'"),
     "vocab_size: one more": (config(vocab_size=1960), "misshaped: lm_head.weight"),
-    "vocab_size: a list": (config(vocab_size=[1959]), "vocab_size"),
     "heads: 0": (config(num_attention_heads=0), "num_attention_heads .* >= 1"),
     "kv heads: 5": (config(num_key_value_heads=5), "must be a multiple of num_key_value_heads"),
     "positions: 10^30": (config(max_position_embeddings=10**30), "max_position_embeddings .* below 2..31"),
-    "positions: 0": (config(max_position_embeddings=0), "max_position_embeddings must be a number >= 1, got 0"),
     "positions: before YaRN": (
         config(max_position_embeddings=-5, rope_parameters=YARN),
         "max_position_embeddings must be a number >= 1, got -5; download it again",
     ),
     "eps: NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps .* finite number, got nan"),
     "eps: negative": (config(rms_norm_eps=-1), "rms_norm_eps in .*config.json must be in 0 .. 1, got -1; download it again"),
-    "tied: a string": (config(tie_word_embeddings="false"), "tie_word_embeddings .* true or false, got 'false'"),
     "tied: float8": (tensors({HEAD: torch.zeros(1959, 128).to(torch.float8_e4m3fn)}, tie_word_embeddings=True), "not a float"),
-    "attention_bias: 2": (config(attention_bias=2), "true or false, got 2"),
     "layer_types: a number": (config(layer_types=5), "wrong type"),
     "layer_types: lists": (config(layer_types=[[]]), "sliding-window"),
-    "hidden_act: a list": (config(hidden_act=["silu"]), "hidden_act must be silu"),
     "GPT-2: no keys": (lacks("hidden_size", architectures=["GPT2LMHeadModel"], model_type="gpt2"), "no 'n_embd'"),
     "GPT-2: 0 heads": (config(architectures=["GPT2LMHeadModel"], model_type="gpt2", num_attention_heads=0), "modulo by zero"),
     # RoPE
     "rope: a string": (config(rope_parameters="x"), "wrong type"),
     "rope: type list": (rope(rope_type=["yarn"]), "rope_type must be one of"),
-    "rope: theta 0": (config(rope_parameters={"rope_theta": 0}), "theta must be in 1 .."),
-    "rope: theta 1": (rope(rope_theta=1), "theta must be in 1.001"),
-    "rope: theta infinite": (rope(rope_theta=float("inf")), "theta must be in"),
     "rope: theta 10^400": (rope(rope_theta=10**400), "too large"),
-    "rope: factor 0.5": (rope(factor=0.5), "factor must be in 1 .."),
-    "rope: context 10^24": (rope(original_max_position_embeddings=10**24), "original_max_position_embeddings must be in"),
     "rope: context a list": (rope(original_max_position_embeddings=[1]), "wrong type"),
-    "rope: beta 1e-320": (rope(beta_fast=1e-320), "beta_fast must be in"),
     "rope: betas": (rope(beta_fast=1, beta_slow=2), "beta_fast must be in 2 .. 1e.06, got 1"),
     "rope: no factor": (config(rope_parameters={"rope_type": "yarn"}), "has no 'factor'"),
     "rope: by layer": (config(rope_parameters={"full_attention": YARN}), "one rope_type for all layers"),
@@ -238,8 +208,6 @@ CASES: dict[str, tuple[Change, str]] = {
     "rope: truncate": (rope(truncate="no"), "truncate must be true or false"),
     # EOS ids and defaults
     "eos: a string": (generation(eos_token_id="</s>"), "must be an id or a list of ids"),
-    "eos: a fraction": (generation(eos_token_id=0.5), "must be an id or a list of ids"),
-    "default temperature": (generation(temperature="hot"), "generation_config.json: temperature"),
     "default top_p": (generation(top_p=float("nan")), "generation_config.json: top_p"),
     "default max_new_tokens": (generation(max_new_tokens=10**4000), "generation_config.json: max_tokens must be below"),
     "default stop_strings": (generation(stop_strings=5), "generation_config.json: stop must be a string or a list of strings"),
@@ -248,9 +216,7 @@ CASES: dict[str, tuple[Change, str]] = {
     # the index
     "index: ../x": (index("../x"), "names ../x, outside its folder"),
     "index: absolute": (index("/etc/passwd"), "names /etc/passwd, outside its folder"),
-    "index: a folder": (index("."), "outside its folder"),
     "index: long name": (index("x" * 5000), "not in the folder"),
-    "index: no Unicode": (index("\ud800"), "not in the folder"),
     "index: a NUL": (index("a\0b"), "not in the folder"),
     "index: 10,000 files": (index(*(f"f{i}" for i in range(10**4))), "and 9990 more, not in the folder"),
     "index: numbers": (index(5), "no weight_map of file names"),
@@ -263,18 +229,14 @@ CASES: dict[str, tuple[Change, str]] = {
     "gguf: big-endian": (gguf(b"GGUF" + struct.pack(">IQQ", 3, 1, 1)), "big-endian GGUF file"),
     "gguf: version 1": (gguf(version=1), "version 1 of GGUF; 2 and 3 are"),
     "gguf: 2^63 tensors": (gguf(num_tensors=2**63), "claims 9223372036854775808 tensors"),
-    "gguf: 10^9 keys": (gguf(num_keys=10**9), "claims .* 1000000000 keys"),
     "gguf: a tensor too many": (gguf(num_tensors=2), "has 0 axes"),
     "gguf: a key too many": (gguf(num_keys=3), "truncated or corrupted|has .* axes"),
     "gguf: sparse": (gguf_sparse, "claims .* 134217728 keys"),
     "gguf: a string of 2^62": (gguf(metadata={"a": struct.pack("<IQ", 8, 2**62)}), "beyond the end of the file"),
-    "gguf: no UTF-8": (gguf(metadata={"a": struct.pack("<IQ", 8, 1) + b"\xff"}), "truncated or corrupted .*utf-8"),
     "gguf: 10^9 strings": (gguf(metadata={"a": struct.pack("<IIQ", 9, 8, 10**9)}), "an array of 1000000000 values"),
-    "gguf: 10^6 numbers": (gguf(metadata={"a": struct.pack("<IIQ", 9, 12, 10**6)}), "beyond the end of the file"),
     "gguf: empty strings": (gguf(metadata={"a": struct.pack("<IIQ", 9, 8, 2**17) + bytes(2**20)}), "no 'head|no '|wrong type"),
     "gguf: type 13": (gguf(metadata={"a": struct.pack("<I", 13)}), "a value of type 13"),
     "gguf: alignment 0": (gguf(metadata={"general.alignment": 0}), "general.alignment .* power of two >= 8, got 0"),
-    "gguf: alignment 2^31": (gguf(metadata={"general.alignment": 2**31}), "got 2147483648"),
     "gguf: architecture": (gguf(metadata={"general.architecture": "../../x\n"}), r"architecture '\.\./\.\./x.n'"),
     "gguf: offset beyond": (gguf(tensors={"x": (0, (8,), bytes(32), 2**62)}), "is truncated: it has .* bytes, and 'x' ends"),
     "gguf: not aligned": (gguf(tensors={"x": (0, (8,), bytes(32), 4)}), "'x' in .* not whole blocks"),
@@ -287,7 +249,6 @@ CASES: dict[str, tuple[Change, str]] = {
     "weights: pipe": (fifo("model.safetensors"), "it is not a regular file"),
     "weights: no target": (link("model.safetensors", "/no/such"), "does not exist"),
     "weights: empty": (write("model.safetensors", b""), "truncated or corrupted"),
-    "weights: pickle": (write("model.safetensors", b"\x80\x02}q\x00." * 99), "truncated or corrupted"),
     "weights: header of 2^63": (write("model.safetensors", struct.pack("<Q", 2**63)), "a header of 9223372036854775808 bytes"),
     "weights: header of 20 MB": (header(b"{" * 20 * 2**20), "a header of 20971520 bytes"),
     "weights: deep header": (header(b"[" * 10**5), "corrupted"),
@@ -303,7 +264,6 @@ CASES: dict[str, tuple[Change, str]] = {
     ),
     "weights: cut short": (cut(-1), "model.safetensors is truncated or corrupted .*; download it again"),
     "weights: half": (cut(5000), "model.safetensors is truncated or corrupted"),
-    "weights: Git LFS": (write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "truncated or corrupted"),
     "weights: a scalar": (tensors({NORM: torch.zeros(())}), r"model.norm.weight has shape \[\]"),
     # the tokenizer
     "tokenizer: empty": (write("tokenizer.json", ""), "cannot load the tokenizer"),
@@ -319,7 +279,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "tokenizer: bad regex": (regex("("), "cannot load the tokenizer"),
     "tokenizer: regex that explodes": (regex("(a+a+)+c"), "the tokenizer fails on the text .*retry-limit"),
     "tokenizer_config: deep": (write("tokenizer_config.json", "[" * 10**5), "cannot load the tokenizer"),
-    "tokenizer_config: bos": (edit("tokenizer_config.json", {"bos_token": 5}), "cannot load the tokenizer"),
+    "tokenizer_config: bos": (edit("tokenizer_config.json", bos_token=5), "cannot load the tokenizer"),
     "added_tokens: a list": (write("added_tokens.json", "[1]"), "cannot load the tokenizer"),
     "special_tokens_map: pipe": (fifo("special_tokens_map.json"), "special_tokens_map.json cannot be read"),
     # the chat template

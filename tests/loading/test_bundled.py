@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from nanoinfer import LLM, SamplingParams, parse_chat_answer
-from nanoinfer.loading.checkpoint import BUNDLED, bundled_models
+from nanoinfer.loading.checkpoint import BUNDLED
 from nanoinfer_lab import stories
 from tools.calls.documents import write_conversation
 from tools.stories import measure
@@ -41,17 +41,13 @@ def baseline(name):
     return model, transformers.AutoTokenizer.from_pretrained(BUNDLED / name)
 
 
-def sampled_stories(llm, temperature, half=40):
+def sampled_stories(llm, temperature, half=60):
     """Stories as measure.py samples them, but by nanoinfer: half in a chat, half from the word "Once"."""
     heroes = [measure.HERO_NAMES[i % len(measure.HERO_NAMES)] for i in range(half)]
     chats = [llm.render_chat([{"role": "user", "content": f"Tell me a story about {hero}"}]) for hero in heroes]
     params = [SamplingParams(temperature=temperature, max_tokens=200, seed=seed) for seed in range(2 * half)]
     texts = [output.outputs[0].text for output in llm.generate(chats + ["Once"] * half, params, use_tqdm=False)]
     return list(zip(texts[:half], heroes, strict=True)) + [("Once" + text, None) for text in texts[half:]]
-
-
-def test_all_are_on_the_list():
-    assert bundled_models() == NAMES
 
 
 def test_the_files_are_small_and_whole(name):
@@ -76,14 +72,6 @@ def test_the_defaults_of_sampling_and_both_ends(llm, name):
     )
     tokenizer = llm.get_tokenizer()
     assert config["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-
-
-@pytest.mark.parametrize("text", ["🦊 and 🐻", "狐狸 きつね 여우", "naïve café\n\t{}", " Lily"])
-def test_any_text_can_be_spelled(llm, text):
-    tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert max(ids) < len(tokenizer)
 
 
 def test_greedy_text_is_the_same_in_transformers(llm, baseline):
@@ -111,17 +99,19 @@ def test_a_chat_is_answered_with_a_story_about_the_one_asked_for_and_ends_its_tu
         assert completion.token_ids[-1] == llm.get_tokenizer().convert_tokens_to_ids("<|im_end|>")
 
 
+@pytest.mark.long
 @of_stories
 def test_the_loss_is_within_6_percent_of_the_entropy(baseline, monkeypatch):
-    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 80)  # the card's loss is over 1,000
+    monkeypatch.setattr(measure, "NUM_DOCUMENTS", 150)  # the card's loss is over 1,000
     entropy, loss = measure.entropy_and_loss(*baseline)
     assert 0.99 * entropy < loss < 1.06 * entropy
 
 
+@pytest.mark.long
 @of_stories
 def test_at_temperature_0_7_most_texts_are_stories_and_at_1_5_visibly_fewer(llm):
     samples = sampled_stories(llm, 0.7)
-    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=20))
+    usual, wild = measure.shares(samples), measure.shares(sampled_stories(llm, 1.5, half=25))
     assert usual.are_stories >= 0.95
     assert usual.hero_is_right >= 0.98
     assert len({text for text, _ in samples}) > 0.9 * len(samples)  # few are repeated
@@ -188,6 +178,7 @@ def num_right_calls(messages, conversations):
     return right
 
 
+@pytest.mark.long
 @of_tools
 @pytest.mark.parametrize(("kind", "least"), [("calculator", 22), ("dictionary", 22), ("files", 18), ("an action", 15)])
 def test_most_of_30_questions_lead_to_the_right_call_and_its_result_to_the_answer(llm, kind, least):

@@ -48,22 +48,6 @@ def changed(tmp_path):
     return change
 
 
-def test_a_model_has_the_weights_of_its_file(qwen3_path):
-    model = load_model(Checkpoint.open(str(qwen3_path)))
-    expected = tiny_models.build("qwen3").state_dict()
-    mine = model.state_dict()
-    name = next(name for name in mine if name.endswith("o_proj.weight"))
-    assert any(torch.equal(mine[name], other) for other in expected.values())
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-
-def test_a_loaded_engine_config_brings_tokenizer_and_end_ids():
-    loaded, weights = load(EngineConfig(model="tiny-gpt2", device="cpu"))
-    assert weights.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
-    assert loaded.tokenizer is not None
-    assert loaded.eos_token_ids == loaded.checkpoint.eos_token_ids != frozenset()
-
-
 @pytest.mark.parametrize("settings", [{}, {"lora": "itself"}, {"enable_lora": True}])
 def test_an_adapter_beside_the_weights_is_one_line_in_the_log_unless_adapters_are_asked_for(tmp_path, caplog, settings):
     path = tiny_models.save("qwen3", tmp_path / "model")
@@ -103,18 +87,6 @@ def test_quantization_is_refused_on_a_gpu(monkeypatch, enforce_eager):
         load(EngineConfig(model="tiny-qwen3", quantization="int8", enforce_eager=enforce_eager))
 
 
-def test_on_meta_there_are_shapes_and_no_weights(qwen3_path):
-    model, files = on_meta(Checkpoint.open(str(qwen3_path)))
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert len(files) > 10
-
-
-@pytest.mark.parametrize("values", [{"num_hidden_layers": 10**4}, {"vocab_size": 10**9}], ids=str)
-def test_sizes_that_the_weights_contradict_are_refused_before_a_model_is_built(changed, values):
-    with pytest.raises(WeightsError, match="are both of the same model"):
-        on_meta(changed(**values))
-
-
 class OwnConfig(QwenConfig):
     made: ClassVar[Callable]
 
@@ -135,21 +107,11 @@ def replaced(**values):
     ("made", "message"),
     [
         (
-            lambda config: config.vocab_size,
-            "Own.Config.from_hf fails on .*config.json .AttributeError: 'dict' object has no attr",
-        ),
-        (
             lambda config: config["n_embd"],
-            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the file",
+            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the",
         ),
-        (
-            lambda config: None,
-            "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers, num_key",
-        ),
-        (
-            replaced(head_dim=-8),
-            "head_dim of Own.Config, read from .*, must be a number >= 1 .*, got -8; correct its from_hf",
-        ),
+        (lambda config: None, "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers"),
+        (replaced(head_dim=-8), "head_dim of Own.Config, read from .*, must be a number >= 1 .*, got -8; correct its from_hf"),
         (replaced(num_key_value_heads=3), "num_attention_heads of Own.Config, read from .*, must be a multiple of"),
         (replaced(num_hidden_layers=999), "num_hidden_layers of Own.Config, read from .*, is 999, but the weights are"),
         (replaced(intermediate_size=7), "the weights do not fit Own; compare its parameters and weight_rules with .*misshaped"),

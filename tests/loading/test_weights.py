@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 import sys
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import LLM, SamplingParams, register_model
-from nanoinfer.cli.inspect import examine
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointError, InvalidValueError, OutOfMemoryError, UnsupportedError, WeightsError
 from nanoinfer.fast.cpu.accelerate import compile_model
@@ -21,11 +19,9 @@ from nanoinfer.features.training import stored
 from nanoinfer.load import load as load_config
 from nanoinfer.loading import devices, loader, weights
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.models import gpt2 as gpt2_module
 from nanoinfer.models import registry
 from nanoinfer.models.qwen import QwenForCausalLM
 from tests.helpers import tiny_models
-from tests.helpers.forked import run_function
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -320,79 +316,3 @@ def test_a_tied_head_is_kept_once_and_both_change_with_it(dtype, tmp_path):
     llm.update_weights([("model.embed_tokens.weight", table.flip(0))])
     assert torch.equal(model.embed_tokens(ids), table.flip(0)[ids])
     assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids != before
-
-
-# ---- the memory bar
-
-
-class Watch:
-    """The anonymous memory of this process, sampled every 2 ms."""
-
-    def __init__(self):
-        self.before = self.peak = self.anonymous_bytes()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
-
-    def anonymous_bytes(self):
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
-
-    def watch(self):
-        while not self.ended.wait(0.002):
-            self.peak = max(self.peak, self.anonymous_bytes())
-
-    def end(self):
-        """Returns: what is held now and the peak, above what was held before."""
-        held = self.anonymous_bytes()
-        self.ended.set()
-        self.thread.join()
-        return held - self.before, max(self.peak, held) - self.before
-
-
-def measure_loading(path):
-    watch = Watch()
-    model = load(path)
-    print(watch.end()[1], sum(parameter.nbytes for parameter in model.parameters()))
-
-
-def measure_running(path):
-    watch = Watch()
-    llm = LLM(path, kv_cache_memory=2**25)
-    llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=10, detokenize=False), use_tqdm=False)
-    print(*watch.end())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_loading_takes_1_25_times_the_file_and_running_1_35_times_and_the_cache_and_as_much_as_inspect_says(
-    gpt2_path, tmp_path
-):
-    """The bars of the design, in anonymous memory: the peak of loading a file of 190 MB, and what is held after running."""
-    shutil.copy(gpt2_path / "config.json", tmp_path)
-    edit_config(tmp_path, n_embd=1024, n_layer=3, n_head=16, vocab_size=9600)
-    config = gpt2_module.GPT2Config.from_hf(json.loads((tmp_path / "config.json").read_text()))
-    with torch.device("meta"):
-        model = gpt2_module.GPT2LMHeadModel(config)
-    file = tmp_path / "model.safetensors"
-    transposed = model.weight_rules.transpose
-    tensors = {
-        name: torch.rand(parameter.shape[::-1] if name.endswith(transposed) else parameter.shape)
-        for name, parameter in model.named_parameters()
-    }
-    save_file(tensors, file)
-    del tensors
-    try:
-        file_size = file.stat().st_size
-        stated = examine(str(tmp_path)).num_peak_bytes
-        loaded, ran = (run_function(measure, tmp_path) for measure in (measure_loading, measure_running))
-    finally:
-        file.unlink()
-    assert loaded.returncode == ran.returncode == 0, loaded.stderr + ran.stderr
-    taken, size = map(int, loaded.stdout.split())
-    assert size > 0.99 * file_size  # all of it was loaded
-    assert 0.75 * file_size < taken <= 1.25 * file_size  # the embedding, a fifth, stays in the file
-    held, peak = map(int, ran.stdout.split())
-    cache = 2**25
-    assert 0.9 * stated <= peak <= 1.1 * stated + cache  # as `nanoinfer inspect` says
-    assert 0.9 * file_size < held <= 1.35 * file_size + cache  # packed, the head has its own copy

@@ -82,12 +82,3 @@ def test_in_a_compiled_model_the_layers_lines_are_not_run():
     debugger, token_ids, expected = debugged(qwen, enforce_eager=False)
     assert token_ids == expected
     assert {line for line, _ in debugger.stops} < debugger.lines
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("kernels")
-def test_a_compiled_model_stops_while_it_is_loaded_with_symbols_in_the_place_of_tensors():
-    debugger = Debugger(Path(qwen.__file__))
-    debugger.run_in(lambda: LLM("tiny-qwen3", kv_cache_memory=2**22))
-    assert {line for line, _ in debugger.stops} == debugger.lines
-    assert [seen for _, seen in debugger.stops if seen] == []

@@ -82,11 +82,7 @@ def test_a_subclass_that_knows_no_windows_is_not_replaced_by_one_that_does():
             ({"use_sliding_window": True, "sliding_window": window, "layer_types": SLIDES}, CheckpointError, NO_WINDOW)
             for window in (0, -4, "40", 2.5, None)
         ),
-        (
-            {"layer_types": ["full_attention", "chunked_attention"] * 2},
-            UnsupportedError,
-            "layer_types must name full",
-        ),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 2}, UnsupportedError, "layer_types must name full"),
     ],
     ids=str,
 )

@@ -11,15 +11,6 @@ from nanoinfer.models.gpt2 import GPT2LMHeadModel
 from nanoinfer.models.registry import find_model, refuse_others, register_model
 
 
-@pytest.mark.parametrize("architecture", registry.MODELS)
-def test_every_family_has_what_the_loader_reads(architecture):
-    family = find_model({"architectures": [architecture]})
-    assert issubclass(family, nn.Module)
-    assert callable(family.Config.from_hf)
-    assert isinstance(family.weight_rules, registry.WeightRules)
-    assert "tie_word_embeddings" in family.Config.__dataclass_fields__
-
-
 def test_the_first_architecture_that_is_known_counts():
     assert find_model({"architectures": ["Unknown", 5, "GPT2LMHeadModel"]}).__name__ == "GPT2LMHeadModel"
 
@@ -53,11 +44,7 @@ class Half(GPT2LMHeadModel):
     [
         (None, Half, "architecture must be its name in config.json, a string, got None"),
         ("Mine", "my_module:Mine", "model_class must be a subclass of torch.nn.Module, got 'my_module:Mine'"),
-        (
-            "Mine",
-            GPT2LMHeadModel.Config,
-            "must be a subclass of torch.nn.Module, got <class 'nanoinfer.models.gpt2.GPT2Config'>",
-        ),
+        ("Mine", GPT2LMHeadModel.Config, "must be a subclass of torch.nn.Module, got <class 'nanoinfer.models.gpt2.GPT2"),
         (
             "Mine",
             nn.Linear,
@@ -94,11 +81,7 @@ def test_a_model_without_its_head_is_of_the_family_with_one(name):
         ({}, CheckpointError, 'names no architecture; add "architectures": .one of GPT2LMHeadModel, '),
         ({"architectures": "GPT2LMHeadModel"}, CheckpointError, "names no architecture"),
         ({"architectures": []}, CheckpointError, "names no architecture"),
-        (
-            {"architectures": ["Bert"]},
-            UnsupportedError,
-            r"\['Bert'\] are not supported; GPT2.* are. register_model",
-        ),
+        ({"architectures": ["Bert"]}, UnsupportedError, r"\['Bert'\] are not supported; GPT2.* are. register_model"),
         ({"architectures": ["Llava"], "text_config": {}}, UnsupportedError, "also read images or sound"),
     ],
     ids=str,

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoinfer.sampling.routes import HeadRows, Route
+from nanoinfer.sampling.routes import HeadRows
 
 
 def rows_of(hidden):
@@ -36,17 +36,3 @@ def test_rows_of_known_logits_are_raw_until_they_are_read():
     assert rows.is_raw
     assert rows.logits.data_ptr() == logits.data_ptr()  # stages write into them
     assert not rows.is_raw
-
-
-def test_a_route_has_both_methods():
-    class Whole(Route):
-        def try_sample(self, rows, batch):
-            return None
-
-    class Half:
-        def try_sample(self, rows, batch):
-            return None
-
-    assert isinstance(Whole(), Route)
-    assert Whole().reserved_bytes(100) == 0
-    assert not isinstance(Half(), Route)

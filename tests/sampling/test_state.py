@@ -9,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
-from nanoinfer.config import SchedulerConfig
 from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.state import SamplingState, TokenCounts
-from nanoinfer.scheduling.block_manager import BlockManager
-from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers.growing import grow
-from tests.helpers.told import Told
 
 
 def sequence(prompt, output=(), **params):
@@ -41,29 +37,12 @@ def known(state):
 # ---- worked examples
 
 
-def test_token_counts_hold_each_id_once_in_order_of_appearance_and_count_the_output_alone():
-    seq = sequence([7, 5, 7], [5, 2, 2], presence_penalty=1)
-    state = SamplingState.of(seq)
-    assert list(state.token_counts.ids) == [7, 5, 2]
-    assert list(state.token_counts.output_counts) == [0, 1, 2]
-
-
-def test_allowed_ids_are_kept_once_each_and_biases_beside_their_ids():
-    state = SamplingState.of(sequence([1], allowed_token_ids=[9, 4, 9], logit_bias={8: 0.5, 3: -2}))
-    assert list(state.allowed_ids) == [4, 9]
-    assert list(zip(state.bias_ids, state.bias_values, strict=True)) == [(8, 0.5), (3, -2)]
-
-
 def test_a_field_that_the_parameters_do_not_use_is_none():
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert known(SamplingState.of(sequence([1, 2], [2], **{name: 1.1}))) == {1: 0, 2: 1}
     for params in ({"frequency_penalty": 1}, {"allowed_token_ids": [1]}, {"logit_bias": {1: 1}}):
         state = SamplingState.of(sequence([1, 2], **params))
-        fields = {
-            "frequency_penalty": state.token_counts,
-            "allowed_token_ids": state.allowed_ids,
-            "logit_bias": state.bias_ids,
-        }
+        fields = {"frequency_penalty": state.token_counts, "allowed_token_ids": state.allowed_ids, "logit_bias": state.bias_ids}
         assert [name for name, value in fields.items() if value is not None] == list(params)
 
 
@@ -113,29 +92,6 @@ def test_a_sequence_keeps_one_state_and_shares_it_with_no_other():
     assert known(SamplingState.of(other)) == {1: 0, 2: 0}
 
 
-def test_a_preempted_sequence_keeps_its_counts_and_counts_no_token_twice():
-    """Blocks for one and a half sequences: the scheduler preempts the younger one, and recomputes it later."""
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, chunk_size=4)
-    scheduler = Scheduler(config, BlockManager(7, 2), Told())
-    sequences = [sequence([i, 1, 2], frequency_penalty=1) for i in (3, 4)]
-    for i, seq in enumerate(sequences):
-        seq.request_id, seq.max_num_tokens = str(i), 10
-        scheduler.add(seq)
-    num_left = 2
-    while num_left:
-        plan = scheduler.schedule()
-        scheduler.commit(plan)
-        for seq, _ in plan.rows:
-            state = SamplingState.of(seq)
-            assert known(state) == recount(seq)
-            scheduler.append(seq, 1 + len(seq.token_ids) % 3)
-            if len(seq.token_ids) == 10:
-                scheduler.finish(seq)
-                num_left -= 1
-    assert sequences[1] in scheduler.observer.preempted
-    assert sum(sequences[1].sampling_state.token_counts.output_counts) == 6  # the 7th was not read any more
-
-
 # ---- the cost and the entries of a step
 
 
@@ -165,31 +121,11 @@ def test_a_batch_keeps_its_entries_when_a_sequence_grows_after_it():
     assert batch.repeated_ngrams.ids.tolist() == [1, 2]
 
 
-def test_a_batch_of_grown_sequences_has_the_entries_of_freshly_counted_ones():
-    params = {"presence_penalty": 1, "no_repeat_ngram_size": 2, "logit_bias": {1: 2}, "allowed_token_ids": [1, 2]}
-    grown = [sequence([1, 2], **params), sequence([3]), sequence([4, 4], **params)]
-    for step in range(20):
-        fresh = [
-            sequence(seq.prompt_token_ids, seq.output_token_ids, **(params if i != 1 else {})) for i, seq in enumerate(grown)
-        ]
-        one, other = (SamplingBatch.build(rows, 10, torch.device("cpu")) for rows in (grown, fresh))
-        for name in ("token_counts", "repeated_ngrams", "logit_bias", "allowed"):
-            ours, theirs = getattr(one, name), getattr(other, name)
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                assert set(ours.rows.tolist()) <= {0, 2}
-                assert sorted(zip(ours.rows.tolist(), ours.ids.tolist(), strict=True)) == sorted(
-                    zip(theirs.rows.tolist(), theirs.ids.tolist(), strict=True)
-                )
-        assert torch.equal(one.token_counts.values, other.token_counts.values)
-        for i, seq in enumerate(grown):
-            grow(seq, (step * (i + 2)) % 7)
-    assert one.repeated_ngrams is not None
-
-
 def test_a_batch_reuses_the_columns_of_the_last_batch_only_for_the_same_rows():
     """Equal to a batch built from nothing, in every field, whether rows stay, leave, swap or are added."""
-    a, b, c = (sequence([1, 2], **p) for p in ({"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1}))
+    lists = {"no_repeat_ngram_size": 2, "logit_bias": {1: 2}, "allowed_token_ids": [2, 1, 2]}
+    given = {"temperature": 0.5}, {"top_k": 3, "logprobs": 2}, {"frequency_penalty": 1} | lists
+    a, b, c = (sequence([1, 2], **params) for params in given)
     greedy = sequence([1], temperature=0)
     last, device = None, torch.device("cpu")
     for rows in ([a, b], [a, b], [b, a], [b], [b, c], [b, c], [greedy], [greedy], [c]):

@@ -23,11 +23,7 @@ FILES = [
 # file -> what is wrong then, the line or a part of it, and what replaces it
 FAULTS = {
     "scheduling/pool.py": [
-        (
-            "a block is freed although another sequence has it",
-            "if self.ref_counts[dropped] == 0:",
-            "if self.ref_counts[dropped] <= 1:",
-        ),
+        ("a block is freed although another has it", "ref_counts[dropped] == 0:", "ref_counts[dropped] <= 1:"),
         ("a reference is kept", "ref_counts[held] += 1", "ref_counts[held] += 2"),
         ("a taken block has no reference", "self.ref_counts[taken] = 1", "self.ref_counts[taken] = 0"),
         ("a held block can be evicted", "reusable.pop(held, None)", "pass"),
@@ -45,41 +41,25 @@ FAULTS = {
         ("a freed sequence keeps its table", "seq.block_table.clear()", "pass"),
         ("a prefix needs no free block", "len(prefix) + num_revived", "len(prefix)"),
         ("a copy needs no free block", " + num_copied <= self.num_free_blocks", " <= self.num_free_blocks"),
-        (
-            "a decode writes a shared block",
-            "ref_counts[table[start // block_size]] == 1",
-            "ref_counts[table[start // block_size]] >= 1",
-        ),
+        ("a decode writes a shared block", "[table[start // block_size]] == 1", "[table[start // block_size]] >= 1"),
         ("a full block has a slot", "start < len(table) * block_size and", "start <= len(table) * block_size and"),
         ("two tokens are one", "seq.num_tokens != start + 1", "seq.num_tokens < start + 1"),
         ("more blocks are taken than are free", "found.count(False) <= self.num_free_blocks", "True"),
     ],
     "scheduling/prefix_index.py": [
-        (
-            "a block of the same content replaces the other",
-            "self.ids.setdefault(key, block) == block",
-            "self.ids.update({key: block}) is None",
-        ),
+        ("an equal block replaces the other", ".setdefault(key, block) == block", ".update({key: block}) is None"),
         ("a salt separates nobody", '(cache_salt or "").encode', '"".encode'),
         ("a key outlives its block", "self.keys.pop(", "self.keys.get("),
     ],
     "features/hybrid/prefix_index.py": [
-        (
-            "a block of the same content replaces the other of its group",
-            "ids.setdefault(key, block) == block",
-            "ids.update({key: block}) is None",
-        ),
+        ("an equal block replaces the other of its group", ".setdefault(key, block) == block", ".update({key: block}) is None"),
         ("a salt separates nobody with groups", '(cache_salt or "").encode', '"".encode'),
         ("a key outlives its blocks", "del self.keys[pool.contents[removed]]", "pass"),
         ("a window reaches a token less", "max(position - window + 1, 0)", "max(position - window + 2, 0)"),
         ("what is in memory is read from the store", "IN_STORE if i < 0 and is_stored", "IN_STORE if is_stored"),
     ],
     "features/hybrid/block_manager.py": [
-        (
-            "a shared block of a group is written",
-            "self.blocks.ref_counts[table[index]] > 1:",
-            "self.blocks.ref_counts[table[index]] > 2:",
-        ),
+        ("a shared block of a group is written", "ref_counts[table[index]] > 1:", "ref_counts[table[index]] > 2:"),
         ("a prefix of groups is not held", "self.blocks.hold(self._blocks_of(prefix))", "pass"),
         ("a fork with groups holds nothing", "self.blocks.hold(held)", "pass"),
         ("what a window leaves is freed twice", "table[index:first] = [NO_BLOCK] * (first - index)", "pass"),
@@ -91,16 +71,8 @@ FAULTS = {
         ("a copy in a group needs no free block", "num_missing += ref_counts[block] > 1", "num_missing += 0"),
     ],
     "features/hybrid/state_slots.py": [
-        (
-            "the slot of the step before stays held",
-            "self.pool.drop([slot for slot in slots if slot not in",
-            "([slot for slot in slots if slot not in",
-        ),
-        (
-            "a checkpoint stays while it is written",
-            "            self.forget(self._index.keys[self.pool.contents[slot]])",
-            "            pass",
-        ),
+        ("the slot of the step before stays held", "self.pool.drop([slot for slot in slots if", "([slot for slot in slots if"),
+        ("a checkpoint stays while it is written", "self.forget(self._index.keys[self.pool.contents[slot]])", "pass"),
         ("a shared state is written", "slot == NO_SLOT or self.pool.ref_counts[slot] > 1 or (", "slot == NO_SLOT or ("),
     ],
     "features/disk_cache/stored_blocks.py": [
@@ -113,11 +85,7 @@ FAULTS = {
             "_keep(self.store, self.index, self.index.keys[self.blocks.contents[evicted]])",
             "pass",
         ),
-        (
-            "a block is kept under another group",
-            "store.keep((key, number), group.ids[key])",
-            "store.keep((key, 1 - number), group.ids[key])",
-        ),
+        ("a block is kept under another group", "keep((key, number), group.ids", "keep((key, 1 - number), group.ids"),
     ],
 }
 CHANGES = changes_of(FAULTS)

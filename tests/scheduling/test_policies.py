@@ -9,7 +9,7 @@ from examples.shortest_job_first import ShortestJobFirst
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import InvalidTypeError, NanoinferError
+from nanoinfer.errors import InvalidTypeError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.policies import DeadlineScheduler, PreemptingScheduler, PriorityScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -167,15 +167,6 @@ def test_with_the_policy_deadline_the_earliest_runs_first_and_none_is_last():
     assert order_of(one, requests) == [2, 4, 1, 0, 3]
 
 
-@pytest.mark.parametrize("priority", [[1], [1, 2, 3], "ab", [1, "a"]])
-def test_priorities_are_one_integer_per_prompt(priority):
-    one = engine({"scheduling_policy": "priority"})
-    with pytest.raises(
-        NanoinferError, match=r"priority must be (one, or one per prompt: got|an integer or None, got '(ab|a)')"
-    ):
-        one.inputs.prepare_all([[5], [6]], SamplingParams(detokenize=False), priority=priority)
-
-
 def test_the_lowest_priority_is_preempted_also_if_it_was_scheduled_in_the_same_step():
     """5 blocks of 2 tokens: each has 2 after its prompt of 3. low takes the last one, and then high needs one, too."""
     scheduler = PriorityScheduler(SchedulerConfig(), BlockManager(5, 2), Told())
@@ -274,17 +265,6 @@ def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(mon
     assert one.block_manager.num_free_blocks == one.block_manager.num_blocks
 
 
-def test_a_request_that_ends_in_time_is_not_ended_again(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("nanoinfer.engine.llm_engine.time.perf_counter", lambda: now[0])
-    one = engine()
-    request = one.add_request([5], SamplingParams(max_tokens=1, detokenize=False, timeout=5))
-    one.step()
-    now[0] = 9.0
-    one.step()
-    assert request.output.outputs[0].finish_reason == "length"
-
-
 # ---- the classes
 
 
@@ -302,37 +282,3 @@ def test_a_request_that_ends_in_time_is_not_ended_again(monkeypatch):
 def test_a_class_of_another_kind_is_refused_before_a_model_is_loaded(arguments, words):
     with pytest.raises(InvalidTypeError, match=words):
         LLM("no such model", **arguments)
-
-
-@pytest.mark.parametrize("point", ["order_waiting", "may_start", "num_reserved_blocks", "choose_evicted"])
-def test_after_a_policy_that_raises_every_request_is_served(point):
-    """An error of a policy is the caller's to see. The engine requeues all requests, as after any failed step."""
-    failing = []
-
-    def raising(kind):
-        def method(self, *args):
-            if failing:
-                failing.clear()
-                raise LookupError("my own fault")
-            return getattr(kind, point)(self, *args)
-
-        return method
-
-    scheduler_cls, block_manager_cls = Scheduler, BlockManager
-    if point == "choose_evicted":
-        block_manager_cls = type("Mine", (BlockManager,), {point: raising(BlockManager)})
-    else:
-        scheduler_cls = type("Mine", (Scheduler,), {point: raising(Scheduler)})
-    config = EngineConfig(scheduler=SchedulerConfig(scheduler_cls=scheduler_cls, max_num_seqs=2), seed=0)
-    config = EngineConfig(scheduler=config.scheduler, cache=type(config.cache)(block_manager_cls=block_manager_cls), seed=0)
-    one = LLMEngine(FakeExecutor(num_blocks=8, block_size=2, max_model_len=16), config)
-    params = SamplingParams(max_tokens=6, detokenize=False)
-    for first in (5, 30, 60):  # fills the prefix cache
-        order_of(one, [one.add_request(list(range(first, first + 6)), params)])
-    requests = [one.add_request(list(range(first, first + 6)), params) for first in (100, 200, 300)]
-    failing.append(True)
-    with pytest.raises(LookupError, match="my own fault"):
-        order_of(one, requests)
-    order_of(one, requests)
-    assert [request.output.outputs[0].token_ids[0] for request in requests] == [106, 206, 306]
-    assert one.block_manager.num_free_blocks == 8

@@ -128,11 +128,6 @@ def test_nothing_refers_to_a_finished_sequence_so_its_memory_needs_no_garbage_co
         gc.enable()
 
 
-def test_a_sequence_that_can_never_fit_is_the_callers_mistake():
-    with pytest.raises(AssertionError):
-        make(num_blocks=2).add(sequence("a", 3, max_num_tokens=5))
-
-
 @pytest.mark.slow
 def test_random_loads_keep_the_rules():
     check_random_loads(max_examples=50)

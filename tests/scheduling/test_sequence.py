@@ -28,13 +28,6 @@ def test_a_token_that_only_the_device_knows_counts_as_a_token_and_not_as_output(
     assert (seq.num_tokens, seq.num_new_tokens, seq.num_output_tokens) == (4, 1, 0)
 
 
-def test_its_tokens_are_not_the_prompts_list():
-    prompt = [5, 6]
-    seq = sequence(prompt)
-    grow(seq, 7)
-    assert seq.prompt_token_ids == prompt == [5, 6]
-
-
 def test_the_first_answer_has_the_requests_name_and_two_sequences_are_never_equal():
     assert [sequence(index=i).sequence_id for i in (0, 1)] == ["r0", "r0.1"]
     assert sequence() != sequence()

@@ -37,37 +37,13 @@ def summary(blocks):
 
 
 @pytest.mark.parametrize("text", [TEXT, TEXT[25:], CALL, "", "\n", CALL[:50], f"{CALL}a", f"a{TWO_CALLS}b"])
-def test_every_split_gives_the_same_blocks(text):
+def test_every_split_gives_the_same_blocks_each_of_which_begins_grows_and_ends_before_the_next(text):
     whole = Blocks(ChatParser())
     assert len(changes_of(whole, [text])) >= len(whole.all) * 2
     rng = random.Random(0)
-    for _ in range(200):
-        streamed = Blocks(ChatParser())
-        changes_of(streamed, split(text, rng))
-        assert summary(streamed) == summary(whole)
-
-
-def test_blocks_are_in_the_order_of_the_text():
-    blocks = Blocks(ChatParser())
-    changes_of(blocks, [TEXT])
-    assert summary(blocks) == EXPECTED
-    assert [block.index for block in blocks.all] == list(range(len(blocks.all)))
-    assert len({block.call_id for block in blocks.all if block.kind == "call"}) == 3
-
-
-def test_every_call_of_a_list_is_a_block_and_the_first_alone_without_parallel_calls():
-    calls = [("call", "a", '{"x": 1}'), ("call", "b", "{}")]
-    for keeps_later, expected in ((True, calls), (False, calls[:1])):
-        blocks = Blocks(ChatParser(parallel_tool_calls=keeps_later))
-        changes_of(blocks, list(TWO_CALLS))
-        assert summary(blocks) == [*expected, ("content", "", "5")]
-
-
-def test_a_block_begins_grows_and_ends_before_the_next_one():
-    rng = random.Random(1)
-    for _ in range(50):
+    for _ in range(100):
         blocks, open_block, texts = Blocks(ChatParser()), None, []
-        for change, block, new in changes_of(blocks, split(TEXT, rng)):
+        for change, block, new in changes_of(blocks, split(text, rng)):
             if change == "begins":
                 assert open_block is None
                 open_block = block
@@ -78,16 +54,21 @@ def test_a_block_begins_grows_and_ends_before_the_next_one():
                 open_block = None
         assert open_block is None
         assert texts == [block.text for block in blocks.all]
+        assert summary(blocks) == summary(whole)
 
 
-def test_reasoning_can_be_left_out():
-    blocks = Blocks(ChatParser(), keeps_reasoning=False)
-    changes_of(blocks, list(TEXT))
-    assert summary(blocks) == EXPECTED[1:]
+def test_blocks_are_in_the_order_of_the_text_and_reasoning_can_be_left_out():
+    blocks, without = Blocks(ChatParser()), Blocks(ChatParser(), keeps_reasoning=False)
+    changes_of(blocks, [TEXT])
+    changes_of(without, list(TEXT))
+    assert (summary(blocks), summary(without)) == (EXPECTED, EXPECTED[1:])
+    assert [block.index for block in blocks.all] == list(range(len(blocks.all)))
+    assert len({block.call_id for block in blocks.all if block.kind == "call"}) == 3
 
 
-def test_later_calls_are_left_out_without_parallel_calls():
-    blocks = Blocks(ChatParser(parallel_tool_calls=False))
-    changes_of(blocks, list(TEXT))
-    assert [block.kind for block in blocks.all][:3] == ["reasoning", "content", "call"]
-    assert [block.kind for block in blocks.all].count("call") == 1
+def test_every_call_of_a_list_is_a_block_and_the_first_alone_without_parallel_calls():
+    calls = [("call", "a", '{"x": 1}'), ("call", "b", "{}")]
+    for keeps_later, expected in ((True, calls), (False, calls[:1])):
+        blocks = Blocks(ChatParser(parallel_tool_calls=keeps_later))
+        changes_of(blocks, list(TWO_CALLS))
+        assert summary(blocks) == [*expected, ("content", "", "5")]

@@ -1,7 +1,5 @@
 """EngineThread, with an Executor that has no model: who runs what, in which order, and what is published."""
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import CheckpointError
 from nanoinfer.server.engine_thread import EngineThread
 from tests.helpers.fake_executor import FakeExecutor
 
@@ -46,7 +43,14 @@ def published():
 
 @pytest.fixture
 def thread(published):
-    thread = EngineThread(lambda: LLMEngine(FakeExecutor(), EngineConfig()), published)
+    loaded_in = set()
+
+    def load():
+        loaded_in.add(threading.current_thread())
+        return LLMEngine(FakeExecutor(), EngineConfig())
+
+    thread = EngineThread(load, published)
+    thread.loaded_in = loaded_in
     yield thread
     thread.close()
     thread.join()
@@ -63,7 +67,7 @@ def test_it_publishes_every_token_and_each_output_once_from_its_own_thread(threa
     answers = published.wait_for(*(f"id {i}" for i in range(5)))
     assert [answer.token_ids for answer in answers] == [[*range(i + 1, i + 6)] for i in range(5)]
     assert published.token_ids == {f"id {i}": answer.token_ids for i, answer in enumerate(answers)}
-    assert published.threads == {thread}
+    assert published.threads == {thread} == thread.loaded_in
 
 
 @pytest.fixture
@@ -85,50 +89,14 @@ def test_commands_are_carried_out_in_their_order(thread, published, hold):
     assert second.finish_reason == "length"
 
 
-def test_a_function_is_called_in_the_thread_and_its_error_is_the_callers(thread):
-    assert thread.call(threading.current_thread).result(120) is thread
+def test_a_function_is_called_in_the_thread_and_its_error_is_the_callers(thread, hold):
+    cancelled, current, failed = thread.call(pytest.fail), thread.call(threading.current_thread), thread.call(lambda: 1 / 0)
+    assert cancelled.cancel()
+    hold.set()
+    assert current.result(120) is thread
     with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0).result(120)
-    assert thread.error is None
-    assert thread.call(lambda: "works").result(120) == "works"
-
-
-def test_close_aborts_what_is_unfinished_and_ends_the_thread(thread, published, hold):
-    thread.submit(prepared(thread, [1]), "long")
-    thread.close()
-    hold.set()
-    thread.join(120)
-    assert not thread.is_alive()
-    assert published.wait_for("long")[0].finish_reason == "abort"
-
-
-def test_a_dead_engine_fails_every_request(thread, published, hold, monkeypatch):
-    def broken(*args):
-        raise RuntimeError("no device")
-
-    monkeypatch.setattr(thread.engine.executor, "launch", broken)
-    thread.submit(prepared(thread, [1]), "first")
-    thread.submit(prepared(thread, [2]), "second")
-    hold.set()
-    assert {answer.finish_reason for answer in published.wait_for("first", "second")} == {"error"}
-    thread.submit(prepared(thread, [3]), "third")
-    published.wait_for("third")
-    thread.submit(prepared(thread, [4]), "fourth")
-    [answer] = published.wait_for("fourth")
-    assert thread.error == answer.error == "3 steps in a row have failed: RuntimeError: no device"
-
-
-def test_an_error_of_loading_is_the_callers(published):
-    def load():
-        raise CheckpointError("no weights")
-
-    with pytest.raises(CheckpointError, match="no weights"):
-        EngineThread(load, published)
-
-
-def test_it_needs_no_event_loop():
-    code = "import sys, nanoinfer.server.engine_thread; print('asyncio' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+        failed.result(120)
+    assert (thread.error, thread.call(lambda: "works").result(120)) == (None, "works")
 
 
 @pytest.fixture
@@ -163,8 +131,7 @@ def test_after_each_step_there_is_one_call_with_all_requests_that_have_new_delta
     log.may_step.release(3)
     hold.set()
     published.wait_for("a", "b", "c")
-    news = [("published", ["a", "b", "c"]), ("published", ["b", "c"]), ("published", ["b"])]
-    assert log == ["step", news[0], "step", news[1], "step", news[2]]
+    assert log == [one for names in ("abc", "bc", "b") for one in ("step", ("published", [*names]))]
 
 
 def test_commands_given_during_a_step_are_carried_out_before_the_next_one_and_not_later(thread, published, hold, log):

@@ -5,12 +5,11 @@ import json
 import logging
 import socket
 
-import httpx2
 import pytest
 
 COMPLETIONS = "/v1/completions"
-BODY = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
-STREAMED = json.dumps({"prompt": "Hello", "max_tokens": 2, "stream": True}).encode()
+BODY = json.dumps({"prompt": "Hello", "max_tokens": 2, "seed": 1}).encode()
+STREAMED = json.dumps({"prompt": "Hello", "max_tokens": 2, "seed": 1, "stream": True}).encode()
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
 
 
@@ -28,7 +27,7 @@ def post(body, *headers, version=b"1.1"):
     return b"\r\n".join([*head, b"Content-Length: %d" % len(body), b"", body])
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2, 40])
+@pytest.mark.parametrize("num_pieces", [1, 40])
 def test_a_wish_for_http_2_is_ignored_and_the_body_is_read(server, num_pieces):
     request = post(BODY, H2C[:-2].replace(b"Upgrade, ", b"close, Upgrade, "))
     size = -(-len(request) // num_pieces)
@@ -47,14 +46,11 @@ def test_a_chunked_body_and_further_requests_follow_a_wish_for_http_2(server):
     assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b'"completion_tokens":2') == 3
 
 
-def test_a_wish_for_a_websocket_is_ignored(server):
+def test_a_wish_for_a_websocket_is_ignored_and_many_in_one_packet_are_answered_one_by_one(server):
     head = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     assert exchange(server, [head]).startswith(b"HTTP/1.1 200 OK\r\n")
-
-
-def test_many_wishes_in_one_packet_are_answered_one_by_one(server):
     one = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    assert exchange(server, [one * 600 + one.replace(b"Upgrade\r\n", b"Upgrade, close\r\n")]).count(b" 200 OK\r\n") == 601
+    assert exchange(server, [one * 300 + one.replace(b"Upgrade\r\n", b"Upgrade, close\r\n")]).count(b" 200 OK\r\n") == 301
 
 
 def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(server):
@@ -67,47 +63,32 @@ def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(server
     assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
 
 
-def test_a_whole_answer_for_http_1_0_has_its_length(server):
+def test_a_whole_answer_for_http_1_0_has_its_length_and_one_to_head_no_body(server):
     head, _, body = exchange(server, [post(BODY, version=b"1.0")]).partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}\r\n".encode() in head.lower() + b"\r\n"
-
-
-def test_the_answer_to_head_has_no_body(server):
     answer = exchange(server, [b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"])
-    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert answer.endswith(b"\r\n\r\n")
+    assert (answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer.endswith(b"\r\n\r\n")) == (True, True)
 
 
-@pytest.mark.parametrize(
-    "url", ["/" + "a" * 20_000, "/health?" + "b" * 20_000, "/" + "%20" * 3000], ids=["path", "query", "coded"]
-)
-def test_a_long_url_is_414_and_not_logged(server, url, caplog, monkeypatch):
+def test_a_long_url_is_414_and_not_logged(server, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("uvicorn.access"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="uvicorn.access"):
-        response = server.get(url)
-    assert response.status_code == 414
-    assert response.json()["error"] == {
-        "message": "the URL has more than 8192 bytes; shorten it", "type": "invalid_request_error", "param": None, "code": None
-    }  # fmt: skip
+    for url in ("/" + "a" * 20_000, "/health?" + "b" * 20_000, "/" + "%20" * 3000):
+        with caplog.at_level(logging.INFO, logger="uvicorn.access"):
+            response = server.get(url)
+        assert response.status_code == 414
+        error = {"message": "the URL has more than 8192 bytes; shorten it", "type": "invalid_request_error"}
+        assert response.json()["error"] == error | {"param": None, "code": None}
     lines = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
-    assert lines
+    assert len(lines) >= 3
     assert max(map(len, lines)) < 500
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}),
-        ("/tokenize", {"prompt": "Hello"}),
-    ],
-)
-def test_a_body_that_is_no_json_object_in_utf_8_is_refused_by_what_it_is(server, path, body):
-    text, client = json.dumps(body), httpx2.Client(base_url=server.url, timeout=60, verify=False)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_body_that_is_no_json_object_in_utf_8_is_refused_by_what_it_is(server, path):
+    text = json.dumps({"prompt": "Hello"} | ({"max_tokens": 1} if path == COMPLETIONS else {}))
 
     def answer(content, **headers):
-        given = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
-        return client.post(path, content=content, headers=given)
+        return server.post(path, content=content, headers={"Content-Type": "application/json"} | headers)
 
     for content, words in [
         (b"", "the body must be a JSON object in UTF-8, got nothing"),
@@ -123,8 +104,7 @@ def test_a_body_that_is_no_json_object_in_utf_8_is_refused_by_what_it_is(server,
     ]:
         refused = answer(content)
         assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True), refused.text
-    refused = answer(gzip.compress(text.encode()), Content_Encoding="gzip")
+    refused = answer(gzip.compress(text.encode()), **{"Content-Encoding": "gzip"})
     assert (refused.status_code, "Content-Encoding: gzip is not read" in refused.json()["error"]["message"]) == (415, True)
-    for accepted in (answer(text.encode("utf-8-sig")), answer(text.encode(), Content_Encoding="utf-8")):
+    for accepted in (answer(text.encode("utf-8-sig")), answer(text.encode(), **{"Content-Encoding": "utf-8"})):
         assert accepted.status_code == 200
-    client.close()

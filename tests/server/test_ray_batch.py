@@ -1,13 +1,6 @@
 """A batch job on Ray: an actor that dies loses and doubles nothing, and a request that kills every actor becomes an error."""
 
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -51,11 +44,7 @@ def loader(marker):
 
 
 def test_actors_that_die_lose_and_double_nothing(cluster, tmp_path):
-    requests = [
-        *some_requests(20),
-        request("once", prompt="once", max_tokens=4),
-        request("poison", prompt="poison", max_tokens=4),
-    ]
+    requests = [*some_requests(20), *(request(name, prompt=name, max_tokens=4) for name in ("once", "poison"))]
     path, whole = write_requests(tmp_path / "in.jsonl", requests), tmp_path / "whole.jsonl"
     run(path, whole)
     result_file, marker = ResultFile(tmp_path / "out.jsonl", manifest_of(path)), tmp_path / "has died once"
@@ -105,43 +94,3 @@ def test_an_error_of_an_actor_ends_the_job_with_its_own_message(load, error, mes
     options = {"seed": SEED, "num_replicas": 1, "batch_size": 4, "resources": RESOURCES, "write": pytest.fail}
     with pytest.raises(error, match=message):
         answer_all_on_ray(read_requests(path), load, settings, **options)
-
-
-def actors_of(driver):
-    """The process ids of the actors that a job on a local cluster has now. They are descendants of its process."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    family, num_known = {driver}, 0
-    while len(family) > num_known:
-        num_known = len(family)
-        family |= {pid for pid, parent in parents.items() if parent in family}
-    actors = []
-    for pid in family:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::BatchReplica"):
-                actors.append(pid)
-    return actors
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the actors in /proc")
-def test_twenty_killed_actors_change_no_byte(tmp_path):
-    path = write_requests(tmp_path / "in.jsonl", some_requests(10_000))
-    command = [sys.executable, "-m", "nanoinfer", "batch", str(path), "--seed", str(SEED), "-o"]
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert subprocess.run([*command, whole]).returncode == 0
-    process, partial = subprocess.Popen([*command, output, "--ray", "local", "--replicas", "2"]), tmp_path / "out.jsonl.partial"
-    num_kills, num_results, draw = 0, 0, random.Random(0)
-    while num_kills < 20 and process.poll() is None:
-        time.sleep(0.5 * draw.random())
-        size = partial.stat().st_size if partial.exists() else 0
-        actors = actors_of(process.pid)
-        if actors and size >= num_results:
-            with suppress(ProcessLookupError):
-                os.kill(draw.choice(actors), signal.SIGKILL)
-                num_kills, num_results = num_kills + 1, size + 1
-    assert process.wait() == 0
-    assert num_kills == 20
-    assert sorted(output.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())

@@ -1,6 +1,5 @@
 """Answers with a format over HTTP: OpenAI's response_format and vLLM's structured_outputs."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -8,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from nanoinfer import AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoinfer import SamplingParams, StructuredOutputsParams
 from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.chat.tools import after_thinking
 from nanoinfer.features.structured import grammar
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.server.app import create_app
-from nanoinfer.server.batch import BatchRequest
-from nanoinfer.server.batch import answer as answer_of_batch
-from nanoinfer.server.settings import ServerSettings
 from tests.helpers.doors import Chat, Messages, Responses, events_of, post
 from tests.helpers.http_server import serving
 
@@ -86,45 +81,35 @@ def test_the_tokens_are_those_of_generate(server, llm):
     assert post(server, COMPLETIONS, body)["choices"][0]["text"] == expected
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "answer"),
-    [
+def test_after_a_think_block_the_format_begins(llm):
+    """The prompt has opened the block. The bundled model does not know how to close it."""
+    tokenizer = llm.get_tokenizer()
+
+    def prepare(answer_format):
+        params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
+        return llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params))
+
+    for answer_format, answer in (
         ({"json": SCHEMA}, '{"name":"Tom","age":7}'),
         ({"choice": ["yes", "no"]}, "no"),
         ({"regex": "a/b+"}, "a/bb"),
         ({"regex": r"a\/b\\/"}, "a/b\\/"),
         ({"regex": "a\\\nb\n[/]"}, "a\nb\n/"),
-    ],
-)
-def test_behind_a_think_block_the_format_begins(answer_format, answer, llm):
-    """The prompt has opened the block. The bundled model does not know how to close it, so a bias helps."""
-    tokenizer = llm.get_tokenizer()
-    params = after_thinking(StructuredOutputsParams(**answer_format), OPEN)
-    state = llm.engine.inputs.prepare([5], SamplingParams(structured_outputs=params)).constraints[0].copy()
-    for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
-        state.advance(token_id)
-        assert state.error is None
-    assert state.is_complete or state._matcher.is_accepting()
-
-
-@pytest.mark.parametrize(
-    ("answer_format", "message"),
-    [
+    ):
+        state = prepare(answer_format).constraints[0].copy()
+        for token_id in tokenizer.encode("Hm, hm.\n</think>\n\n" + answer, add_special_tokens=False):
+            state.advance(token_id)
+            assert state.error is None
+        assert state.is_complete or state._matcher.is_accepting()
+    for answer_format, message in (  # an error is about the format
         ({"regex": "a("}, r"unclosed group$"),  # and nothing of the grammar around it
         ({"json": {"type": "nope"}}, r"Invalid type: nope$"),
         ({"json": {"const": "a" * 9000}}, r"^each string of json must have at most 8192 characters, got 9000$"),
-    ],
-)
-def test_behind_a_think_block_an_error_is_about_the_format(answer_format, message, llm):
-    with pytest.raises(InvalidValueError, match=message):
-        llm.engine.inputs.prepare(
-            [5], SamplingParams(structured_outputs=after_thinking(StructuredOutputsParams(**answer_format), OPEN))
-        )
-
-
-def test_a_closed_think_block_changes_nothing():
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            prepare(answer_format)
     params = StructuredOutputsParams(choice=["a"])
-    assert after_thinking(params, "<think>\n\n</think>\n\n") is params
+    assert after_thinking(params, "<think>\n\n</think>\n\n") is params  # a closed block changes nothing
 
 
 def test_a_server_starts_with_a_tokenizer_that_llguidance_cannot_read_and_refuses_formats(tmp_path):
@@ -224,22 +209,6 @@ def test_a_grammar_that_reaches_a_limit_while_answering_is_the_clients_error(ser
     for again in (body, streamed):
         response = server.post(path, again)
         assert (response.status_code, "it has just reached a limit" in response.json()["error"]["message"]) == (400, True)
-
-
-def test_a_batch_has_the_clients_error_too(monkeypatch):
-    async def run():
-        async_llm = AsyncLLM("tiny-qwen3", kv_cache_memory=2**24)
-        try:
-            app = create_app(async_llm, ServerSettings(served_model_name=("tiny-qwen3",)))
-            request = BatchRequest(custom_id="one", method="POST", url=CHAT, body=limited(450)[CHAT][0])
-            return await answer_of_batch(app, request, 0)
-        finally:
-            await async_llm.shutdown()
-
-    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 150)
-    result = asyncio.run(run())
-    assert result["response"]["status_code"] == 400
-    assert TOO_MANY_STATES in result["error"]["message"]
 
 
 def test_a_lack_of_lexer_states_is_429_and_a_row_without_tokens_stays_500(server, monkeypatch):

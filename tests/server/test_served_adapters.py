@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from nanoinfer import LLM, AsyncLLM
+from nanoinfer.cli.options import EngineOptions
 from nanoinfer.cli.serve import ServerOptions, load_server_llm
 from nanoinfer.errors import InvalidValueError, NanoinferError
 from nanoinfer.features.adapters.adapters import Adapters
@@ -15,11 +16,11 @@ from nanoinfer.server import app, protocol
 from nanoinfer.server.protocol import to_sampling_params
 from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server
+from tests.helpers.doors import CHATS, post
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
 TEXT = "Once upon a time"
 BODY = {"prompt": TEXT, "max_tokens": 8, "temperature": 0}
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -72,48 +73,39 @@ def test_the_model_of_a_request_chooses_its_adapter(server, texts):
     assert "this server has tiny-qwen3, alias, first" in refused.text
 
 
-def test_embeddings_of_an_adapter_are_refused(server):
+def test_every_api_takes_the_name_of_an_adapter_but_embeddings_do_not(server):
+    for door in CHATS:
+        bodies = [door.body("Hello", max_tokens=6, temperature=0, model=name) for name in ("alias", "first")]
+        plain, adapted = (post(server, door.path, body) for body in bodies)
+        assert (plain["model"], adapted["model"]) == ("alias", "first")
+        assert door.read(plain).texts != door.read(adapted).texts
     refused = answer(server, "first", "/v1/embeddings", {"input": "Hello"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
     assert answer(server, "tiny-qwen3", "/v1/embeddings", {"input": "Hello"}).status_code == 200
 
 
-def test_every_api_takes_the_name_of_an_adapter(server):
-    message = {"messages": CHAT["messages"], "max_tokens": 6, "temperature": 0}
-    response = {"input": "Hello", "max_output_tokens": 6, "temperature": 0}
-    for path, body, text_of in (
-        ("/v1/chat/completions", CHAT, lambda json: json["choices"][0]["message"]["content"]),
-        ("/v1/messages", message, lambda json: json["content"][0]["text"]),
-        ("/v1/responses", response, lambda json: json["output"][0]["content"][0]["text"]),
-    ):
-        plain, adapted = (answer(server, name, path, body).json() for name in ("tiny-qwen3", "first"))
-        assert (plain["model"], adapted["model"]) == ("tiny-qwen3", "first")
-        assert text_of(plain) != text_of(adapted)
-
-
 @pytest.mark.slow
 def test_adapters_are_loaded_and_dropped_while_the_server_runs(server, folders, texts):
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-    second = {"lora_name": "second", "lora_path": str(folders / "second")}
+    second, first = ({"lora_name": "second", "lora_path": str(folders / name)} for name in ("second", "first"))
     loaded = server.post(load, second)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'second' added successfully.")
     assert answer(server, "second").json()["choices"][0]["text"] == texts["second"]
-    for body, status, sentence in (
-        (second, 400, "the name 'second' is taken"),
-        (second | {"lora_name": "alias"}, 400, "the name 'alias' is taken"),
-        (second | {"lora_name": "third", "lora_path": "/no/such/folder"}, 400, "no folder"),
-        (second | {"lora_name": ""}, 400, "lora_name is empty"),
-        ({"lora_name": "third"}, 400, "lora_path"),
-        (second | {"path": "a"}, 400, "path is an unknown field"),
+    for body, sentence in (
+        (second, "the name 'second' is taken"),
+        (second | {"lora_name": "alias"}, "the name 'alias' is taken"),
+        (second | {"lora_name": "third", "lora_path": "/no/such/folder"}, "no folder"),
+        (second | {"lora_name": ""}, "lora_name is empty"),
+        ({"lora_name": "third"}, "lora_path"),
+        (second | {"path": "a"}, "path is an unknown field"),
     ):
         refused = server.post(load, body)
-        assert (refused.status_code, sentence in refused.text) == (status, True), refused.text
-    assert server.post(load, second | {"lora_path": str(folders / "first"), "load_inplace": True}).status_code == 200
+        assert (refused.status_code, sentence in refused.text) == (400, True), refused.text
+    assert server.post(load, first | {"load_inplace": True}).status_code == 200
     assert answer(server, "second").json()["choices"][0]["text"] == texts["first"]
     dropped = server.post(unload, {"lora_name": "second"})
     assert (dropped.status_code, dropped.text) == (200, "Success: LoRA adapter 'second' removed successfully.")
-    assert server.post(unload, {"lora_name": "second"}).status_code == 404
-    assert answer(server, "second").status_code == 404
+    assert [server.post(unload, {"lora_name": "second"}).status_code, answer(server, "second").status_code] == [404] * 2
     assert list(names(server)) == ["tiny-qwen3", "alias", "first"]
 
 
@@ -138,35 +130,25 @@ def test_an_adapter_that_is_dropped_while_a_request_waits_answers_it_and_is_forg
 
 
 @pytest.mark.slow
-def test_adapters_are_read_before_the_first_request(folders, texts):
+def test_adapters_are_read_before_the_first_request_and_without_the_option_there_are_no_such_endpoints(folders, texts):
     shutil.copytree(folders / "first", folders / "early")
     modules = [f"early={folders / 'early'}"]
     with http_server.serving(partial(AsyncLLM, enable_lora=True, kv_cache_memory=2**22), lora_modules=modules) as running:
         shutil.rmtree(folders / "early")
         assert answer(running, "early").json()["choices"][0]["text"] == texts["first"]
-
-
-@pytest.mark.slow
-def test_without_the_option_there_are_no_such_endpoints(folders):
-    with http_server.serving(lambda: AsyncLLM("tiny-qwen3", enable_lora=True, kv_cache_memory=2**22)) as running:
         body = {"lora_name": "first", "lora_path": str(folders / "first")}
         assert running.post("/v1/load_lora_adapter", body).status_code == 404
 
 
 def test_wrong_modules_end_the_start_with_a_sentence(folders):
-    from nanoinfer.cli.options import EngineOptions
-
     for modules in (["first"], ["=path"], ["a=b", "a=c"]):
         with pytest.raises(InvalidValueError, match="--lora-modules must be NAME=PATH with a new name"):
             app.Models(ServerSettings(lora_modules=modules))
-    for options, sentence in (
-        (
-            ServerOptions(lora_modules=[f"first={folders / 'first'}"]),
-            "^--lora-modules and --enable-lora-update need --enable-lora",
-        ),
-        (ServerOptions(enable_lora_update=True), "need --enable-lora; add it, or leave them out"),
-        (ServerOptions(enable_lora=True, lora_modules=["first=/no/such/folder"]), "^there is no folder '/no/such/folder'"),
+    engine = EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22)
+    for given, sentence in (
+        ({"lora_modules": [f"first={folders / 'first'}"]}, "^--lora-modules and --enable-lora-update need --enable-lora"),
+        ({"enable_lora_update": True}, "need --enable-lora; add it, or leave them out"),
+        ({"enable_lora": True, "lora_modules": ["first=/no/such/folder"]}, "^there is no folder '/no/such/folder'"),
     ):
-        engine = EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22)
         with pytest.raises(NanoinferError, match=sentence):
-            app.create_app(*load_server_llm(engine, options))
+            app.create_app(*load_server_llm(engine, ServerOptions(**given)))

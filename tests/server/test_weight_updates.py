@@ -1,8 +1,8 @@
 """A trainer pauses a server, replaces its weights by a folder's, and lets it answer again."""
 
-import re
 import shutil
 import threading
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save, save_file
@@ -14,6 +14,7 @@ from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
 
 BODY = {"prompt": "Once upon", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+KEY = {"Authorization": "Bearer second"}
 LONG = BODY | {"max_tokens": 200, "ignore_eos": True}
 
 
@@ -29,10 +30,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    with http_server.serving(
-        lambda: AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22), enable_weight_update=True
-    ) as server:
-        yield server
+    load = partial(AsyncLLM, "tiny-qwen3", seed=0, kv_cache_memory=2**22)
+    with http_server.serving(load, enable_weight_update=True) as running:
+        yield running
 
 
 def token_ids(server, body=BODY):
@@ -73,15 +73,11 @@ def test_the_tensors_of_a_file_replace_weights_and_what_does_not_fit_changes_not
     trained = load_file(folder + "/model.safetensors")
     server.async_llm.llm.update_weights(load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors").items())
     version, own = server.async_llm.engine.weights_version, token_ids(server)
-    refused = [
-        (b"not a file of tensors", "truncated or corrupted"),
-        (save({name: trained[name][:-1]}), "misshaped"),
-        (save({"norm.of.another.model": trained[name]}), "unexpected"),
-    ]
-    for content, words in refused:
+    cut = save({name: trained[name][:-1]})
+    for content, words in ((b"not a file of tensors", "truncated or corrupted"), (cut, "misshaped")):
         file.write_bytes(content)
         response = server.post("/update_weights", {"path": str(file)})
-        assert (response.status_code, re.search(words, response.text) and "fits") == (400, "fits"), response.text
+        assert (response.status_code, words in response.text) == (400, True), response.text
     assert token_ids(server) == own
     file.write_bytes(save({name: trained[name]}))
     assert server.post("/update_weights", {"path": str(file)}).json() == {"weights_version": version + 1, "is_paused": False}
@@ -108,9 +104,8 @@ def test_a_pause_that_comes_while_a_request_is_prepared_refuses_it(server, monke
 
 
 @pytest.mark.slow
-def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server):
-    with http_server.serving() as plain:
-        assert [plain.post(path, {}).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
+def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_it(server, guarded):
+    assert [guarded.post(path, {}, headers=KEY).status_code for path in ("/pause", "/resume", "/update_weights")] == [404] * 3
     answers = []
     thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", LONG).json()))
     with limited_steps(server.async_llm.engine, 5):  # so that the answer cannot end by itself

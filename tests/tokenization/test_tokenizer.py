@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import InputProcessor
-from nanoinfer.errors import CheckpointError, InvalidPromptError
+from nanoinfer.errors import InvalidPromptError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.features.chat.messages import render_chat
 from nanoinfer.loading.checkpoint import BUNDLED
@@ -44,19 +44,6 @@ def test_a_folder_without_tokenizer_files_has_no_tokenizer(gpt2_path):
     assert Tokenizer.load(gpt2_path) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
-def test_a_corrupted_tokenizer_is_refused_with_its_folder(tmp_path, content):
-    path = shutil.copytree(BUNDLED / "tiny-qwen3", tmp_path / "checkpoint")
-    (path / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=f"transformers cannot load the tokenizer in {path}"):
-        Tokenizer.load(path)
-
-
-def test_any_text_comes_back_from_its_ids(tokenizer):
-    text = "Once upon a time… 日本語 👩‍👩‍👧 e\u0301\n\n  \t end"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_a_text_that_is_far_too_long_is_encoded_in_part(tokenizer):
     text = "Lily was here. " * 20_000
     ids, few = tokenizer.encode(text), tokenizer.encode(text, max_tokens=100)
@@ -73,24 +60,12 @@ def test_any_other_text_is_encoded_as_a_whole(tokenizer, max_tokens):
     assert tokenizer.encode(text, max_tokens=max_tokens) == ids
 
 
-def test_ids_are_those_of_transformers(tokenizer):
-    text = "<|im_start|>user\nHello, Lily!<|im_end|>"
-    assert tokenizer.encode(text) == tokenizer.hf(text).input_ids
-    assert tokenizer.encode(text)[0] == tokenizer.hf.convert_tokens_to_ids("<|im_start|>")  # one token, not its characters
-
-
 def test_a_long_text_has_the_ids_of_transformers_and_its_errors(tokenizer, bos_path):
     text = "Once upon a time there was a 🦊. " * (LONG_TEXT // 20)
     assert tokenizer.encode(text) == tokenizer.hf(text)["input_ids"]
     assert Tokenizer.load(bos_path).encode(text)[:2] == [BOS, tokenizer.encode("Once")[0]]
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         tokenizer.encode(text + "\ud800")
-
-
-def test_special_tokens_are_skipped_unless_skip_special_tokens_is_false(tokenizer):
-    ids = tokenizer.encode("<|im_start|>Lily<|im_end|>")
-    assert tokenizer.decode(ids) == "Lily"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>Lily<|im_end|>"
 
 
 def test_encode_adds_the_bos_once_and_only_where_the_tokenizer_has_one(tokenizer, bos_path):
@@ -117,24 +92,9 @@ def test_a_prompt_with_two_bos_is_told_once(bos_path, caplog):
     ]
 
 
-@pytest.mark.slow
-def test_a_prompt_and_a_chat_begin_with_one_bos(bos_path):
-    llm = LLM(bos_path, kv_cache_memory=2**24)
-    params = SamplingParams(max_tokens=1)
-    [text] = llm.generate("Once upon a time", params, use_tqdm=False)
-    [chat] = llm.chat(LILY, params, use_tqdm=False)
-    assert text.prompt_token_ids.count(BOS) == chat.prompt_token_ids.count(BOS) == 1
-    assert text.prompt_token_ids[0] == chat.prompt_token_ids[0] == BOS
-
-
 def test_a_users_call_with_truncation_does_not_shorten_later_prompts():
     tokenizer = Tokenizer.load(BUNDLED / "tiny-qwen3")
     whole = tokenizer.encode("Once upon a time, there was a fox")
     assert len(whole) > 5
     tokenizer.hf("Once upon a time", truncation=True, max_length=2, padding="max_length")
     assert tokenizer.encode("Once upon a time, there was a fox") == whole
-
-
-def test_text_that_is_not_valid_unicode_is_refused():
-    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
-        Tokenizer.load(BUNDLED / "tiny-qwen3").encode("\ud800")

@@ -95,7 +95,7 @@ def test_a_task_has_a_file_that_shows_no_solution_and_a_section_that_explains_it
         assert ("torch" in names) == (task.name not in WITHOUT_TENSORS)
         lesson, _, section = task.notebook.partition("#")
         [notebook] = Path(__file__).parents[3].glob(f"notebooks/*_{lesson}.ipynb")
-        assert re.search(rf'"## {re.escape(section)}(\\\\n)?"', notebook.read_text(encoding="utf-8"))
+        assert re.search(rf'"## {re.escape(section)}(\\n)?"', notebook.read_text(encoding="utf-8"))
 
 
 def test_a_failing_case_shows_all_of_its_input():

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.cpu.layers import add_call, gate_call, has_kernel, norm_call, rotate_call
+from nanoinfer.fast.cpu.layers import add_call, has_kernel, norm_call, rotate_call
 from nanoinfer.fast.cpu.program import Program, Slice
-from nanoinfer.fast.fuse import FusedRotation
-from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, sigmoid
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary
 
+pytestmark = pytest.mark.usefixtures("kernels")
 dtypes = pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [
@@ -20,16 +19,9 @@ dtypes = pytest.mark.parametrize(
 )
 
 
-def program(*calls):
-    try:
-        return Program([call() for call in calls])
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-
-
 def normed(norm, x):
     out, rows = torch.empty_like(x), Slice(0, 0, x.shape[1])
-    program(lambda: norm_call(norm, rows, Slice(1, 0, x.shape[1])))(len(x), (x, out))
+    Program([norm_call(norm, rows, Slice(1, 0, x.shape[1]))])(len(x), (x, out))
     return out
 
 
@@ -61,7 +53,7 @@ def test_other_norms_have_no_kernel(norm):
 def test_rows_are_added_also_parts_of_them_and_in_place(dtype, tolerance):
     x, y = torch.randn(5, 40).to(dtype), torch.randn(5, 21).to(dtype)
     expected = torch.cat((x[:, :7], x[:, 7:28] + y, x[:, 28:]), dim=1)
-    program(lambda: add_call(dtype, 21, Slice(0, 7, 40), Slice(1, 0, 21), Slice(0, 7, 40)))(5, (x, y))
+    Program([add_call(dtype, 21, Slice(0, 7, 40), Slice(1, 0, 21), Slice(0, 7, 40))])(5, (x, y))
     assert torch.equal(x, expected)
 
 
@@ -87,43 +79,8 @@ def test_queries_and_keys_are_rotated_as_in_python_and_values_are_not(
     expected = torch.cat([*(apply_rotary(part, cos, sin) for part in rotated), values], dim=1)
     slices = Slice(0, 0, sum(nums) * head_dim), Slice(1, 0, head_dim), Slice(2, 0, head_dim)
     keys = Slice(0, num_heads * head_dim, sum(nums) * head_dim)
-    program(
-        lambda: rotate_call(dtype, (num_heads, head_dim), norms[0], *slices, slices[0]),
-        lambda: rotate_call(dtype, (num_kv_heads, head_dim), norms[1], keys, *slices[1:], keys),
-    )(num_tokens, (qkv, cos, sin))
+    rotate_queries = rotate_call(dtype, (num_heads, head_dim), norms[0], *slices, slices[0])
+    rotate_keys = rotate_call(dtype, (num_kv_heads, head_dim), norms[1], keys, *slices[1:], keys)
+    Program([rotate_queries, rotate_keys])(num_tokens, (qkv, cos, sin))
     assert torch.equal(qkv[:, -num_kv_heads:], values)
     assert (qkv.float() - expected.float()).abs().max() < 2 * tolerance
-
-
-@torch.inference_mode()
-@dtypes
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(("head_dim", "num_rotated"), [(64, 16), (40, 38), (6, 2)])
-def test_a_part_of_each_head_is_rotated_out_of_rows_that_have_gates_and_the_gates_are_applied(
-    head_dim, num_rotated, has_norm, dtype, tolerance
-):
-    torch.manual_seed(0)
-    num_heads, num_tokens, width = 3, 5, 3 * head_dim
-    both = torch.randn(num_tokens, num_heads, 2 * head_dim).to(dtype)  # each head and its gate
-    heads, gates = both.chunk(2, dim=-1)
-    angles = torch.rand(num_tokens, 1, num_rotated // 2).repeat(1, 1, 2) * 6
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    norm = ZeroCentredRMSNorm(head_dim, 1e-6).to(dtype) if has_norm else None
-    if norm is not None:
-        nn.init.uniform_(norm.weight)
-    rotated = FusedRotation(norm, num_rotated)(heads, cos, sin)
-    ours, gated = torch.empty(2, num_tokens, width, dtype=dtype)
-    angle_slices = Slice(1, 0, num_rotated), Slice(2, 0, num_rotated)
-    program(
-        lambda: rotate_call(
-            dtype, (num_heads, head_dim), norm, Slice(0, 0, 2 * width), *angle_slices, Slice(3, 0, width),
-            num_rotated=num_rotated, step=2 * head_dim,
-        ),
-        lambda: gate_call(
-            dtype, num_heads, head_dim, 2 * head_dim, Slice(3, 0, width), Slice(0, head_dim, 2 * width), Slice(4, 0, width)
-        ),
-    )(num_tokens, (both, cos, sin, ours, gated))  # fmt: skip
-    ours, gated = (x.unflatten(1, (num_heads, head_dim)) for x in (ours, gated))
-    assert has_norm or torch.equal(ours[..., num_rotated:], heads[..., num_rotated:])
-    torch.testing.assert_close(ours, rotated, atol=2 * tolerance, rtol=tolerance)
-    torch.testing.assert_close(gated, ours * sigmoid(gates), atol=2 * tolerance, rtol=tolerance)

@@ -8,6 +8,8 @@ from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 KINDS = {  # activation, what a call gets besides x
     "plain": (None, ()),
     "silu": ("silu", ()),
@@ -20,10 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def kernel_of(fused, others=()):
-    try:
-        return KernelLinear(PackedLinear(fused), others)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    return KernelLinear(PackedLinear(fused), others)
 
 
 @torch.inference_mode()
@@ -58,10 +57,7 @@ def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_o
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (34, 1), (770, 49)])
 def test_an_embedding_reads_the_rows_of_the_heads_weight(num_in, num_out, dtype):
     layer = nn.Linear(num_in, num_out, bias=False).to(dtype)
-    try:
-        packed = PackedLinear(FusedLinear(layer))
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    packed = PackedLinear(FusedLinear(layer))
     ids = torch.tensor([num_out - 1, 0, num_out // 2, 0])
     assert torch.equal(KernelEmbedding(packed)(ids), layer.weight[ids])
     assert KernelEmbedding(packed)(ids[:0]).shape == (0, num_in)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
-from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
@@ -61,22 +60,6 @@ def test_a_kernel_adds_the_adapter_of_each_row(dtype, sizes, activation):
             mapping.set([index], torch.device("cpu"))
             alone.append(kernel(x[row : row + 1], residual=residual[row : row + 1]))
         assert torch.equal(torch.cat(alone), out)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.slow
-def test_layers_in_8_and_4_bits_add_adapters_too(bits):
-    linears, mapping, adapters = layers(torch.bfloat16, [48], 64, [4])
-    fused = FusedLinear(*linears)
-    kernel = KernelLinear(PackedQuantizedLinear(fused, bits))
-    put_again(adapters, [4])
-    x = torch.randn(20, 64).to(torch.bfloat16)
-    mapping.set([-1] * 20, torch.device("cpu"))
-    plain, plain_torch = kernel(x), fused(x)
-    mapping.set([0, -1] * 10, torch.device("cpu"))
-    torch.testing.assert_close(kernel(x) - plain, fused(x) - plain_torch, atol=0.06, rtol=0.02)
-    assert (kernel(x) != plain).any(1).tolist() == [True, False] * 10
 
 
 def test_another_number_of_rows_than_the_steps_is_refused_by_the_plain_layer():

@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_rewritten_with_the_same_status_is_packed_again(fo
     rewrite_through_a_mapping(path, (other / path.name).read_bytes(), monkeypatch)
     assert answers_of(checkpoint) == expected != first
     assert answers_of(checkpoint) == expected
-    assert len(files(folder)) == 1  # it took the place of the other
+    assert len(files(folder)) == 2  # of each checkpoint one
 
 
 def without(index, name):

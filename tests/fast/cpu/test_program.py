@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import UnsupportedError
-from nanoinfer.fast.cpu import native, program
-from nanoinfer.sampling import exponentials
+from nanoinfer.fast.cpu import native
 
 pytestmark = [pytest.mark.usefixtures("kernels"), pytest.mark.slow]
 
@@ -168,16 +165,3 @@ def test_of_a_team_of_threads(sentence, found):
 
 def test_an_idle_team_sleeps(found):
     assert found["idle"] < 0.05  # seconds of CPU in half a second
-
-
-def test_without_the_team_of_threads_the_model_runs_as_it_is(monkeypatch, caplog):
-    def missing():
-        raise UnsupportedError("there is no program.cpp")
-
-    monkeypatch.setattr(program, "_library", missing)
-    monkeypatch.setattr(exponentials, "on_cpu", exponentials.by_torch)  # another test may have put the kernel there
-    program.has_tiles.cache_clear()
-    llm = LLM("tiny-qwen3", kv_cache_memory=2**22)
-    assert not llm.batch_independent
-    assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
-    assert "runs without its C++ kernels, which are faster: there is no program.cpp" in caplog.text

@@ -14,7 +14,7 @@ from nanoinfer.fast.cpu.quantized import PackedQuantizedLinear
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.features.quantization.rounding import QuantizedLinear, quantize, quantize_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 
 KINDS = {  # an activation, and what is computed of the product with the bias, and of a residual
     "plain": (None, lambda out, residual: out),
@@ -27,10 +27,7 @@ BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
 def kernel_of(layer, bits, kind="plain"):
-    try:
-        packed = PackedQuantizedLinear(FusedLinear(layer, activation=KINDS[kind][0]), bits)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    packed = PackedQuantizedLinear(FusedLinear(layer, activation=KINDS[kind][0]), bits)
     return KernelLinear(packed, ["residual"] if kind == "residual" else [])
 
 

@@ -169,16 +169,6 @@ def test_drafts_in_4_bits_are_rounded_by_moments_and_updates_keep_them(folder):
     assert not all(map(torch.equal, arrays_of(llm)[0], before))
 
 
-def test_starts_with_and_without_drafts_share_the_packs_of_plain_weights(folder, monkeypatch):
-    monkeypatch.setattr(packs, "MIN_BYTES", 0)
-    LLM(dtype="float32", **SETTINGS)
-    [path] = folder.glob("*.weights")
-    content = path.read_bytes()
-    LLM(dtype="float32", speculative_config={"method": "quantized", "bits": 4}, **SETTINGS)
-    assert len(list(folder.glob("*.weights"))) == 2
-    assert path.read_bytes() == content
-
-
 def refused_pass(*given):
     raise AssertionError("the model ran for nothing")
 

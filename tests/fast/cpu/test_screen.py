@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu import accelerate
 from nanoinfer.fast.cpu.linear import KernelLinear, PackedLinear
 from nanoinfer.fast.cpu.screen import UNIT, ScreenedLinear
@@ -17,7 +16,7 @@ from nanoinfer.fast.fuse import FusedLinear
 from tests import fuzz
 from tests.helpers import tiny_models
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INFINITY = float("inf")
@@ -30,10 +29,7 @@ def layer_of(weight, dtype):
 
 
 def screened(layer):
-    try:
-        return ScreenedLinear(FusedLinear(layer))
-    except UnsupportedError as error:
-        pytest.skip(str(error))
+    return ScreenedLinear(FusedLinear(layer))
 
 
 def hard_cases():

@@ -23,28 +23,19 @@ pytestmark = pytest.mark.usefixtures("kernels")
 ROOT = Path(__file__).parents[3]
 
 
-def run_with_library(source, script, folder, *arguments):
-    """Run a script with a library of C that is loaded before all others. Its arguments begin with the library and a folder."""
-    if sys.platform != "linux" or not shutil.which("gcc"):
-        pytest.skip("needs LD_PRELOAD and gcc")
-    text, library = folder / "library.c", folder / "library.so"
-    text.write_text(source)
-    subprocess.run(["gcc", "-shared", "-fPIC", str(text), "-o", str(library), "-ldl"], check=True)
-    command = [sys.executable, "-c", script, *map(str, (library, folder, *arguments))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)}
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert child.returncode == 0, child.stderr
-    return child.stdout.splitlines()
-
-
-_COUNTER = """
+_LIBRARY = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 
 static atomic_long num_regions;
+static atomic_int left = 1000;
 
 long take_num_regions(void) { return atomic_exchange(&num_regions, 0); }
+
+void allow(int num) { left = num; }
 
 void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags) {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = dlsym(RTLD_NEXT, "GOMP_parallel");
@@ -52,7 +43,50 @@ void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsign
     if ((num_threads ? num_threads : max_threads()) > 1) num_regions++;
     parallel(body, data, num_threads, flags);
 }
+
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*function)(void*), void* argument) {
+    int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) = dlsym(RTLD_NEXT, "pthread_create");
+    return left-- > 0 ? create(thread, attributes, function, argument) : EAGAIN;
+}
 """
+
+# Each number of threads has a forked process, because a team keeps the threads that it has. Torch's threads run before.
+_NUMBERS = """
+import asyncio, ctypes, os, signal, sys, traceback
+import torch
+from nanoinfer import AsyncLLM, LLM, SamplingParams
+from nanoinfer.errors import OutOfThreadsError
+
+library, _, num_threads, is_async, *numbers = sys.argv[1:]
+params = SamplingParams(temperature=0, max_tokens=8)
+
+def generate():
+    llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24)
+    return llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids
+
+async def stream():
+    async with AsyncLLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24) as llm:
+        async for output in llm.generate("Once upon a time", params):
+            pass
+        return output.outputs[0].token_ids
+
+for number in numbers:
+    if child := os.fork():
+        print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    signal.alarm(600)  # a hang ends
+    torch.set_num_threads(int(num_threads))
+    ctypes.CDLL(library).allow(int(number))
+    try:
+        print(number, asyncio.run(stream()) if int(is_async) else generate(), flush=True)
+    except OutOfThreadsError as error:
+        print(number, error, flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+"""
+
 
 # Prints the number of regions in the steps of each case. 64 rows of 4,096 logits are more than torch computes in one thread.
 _CASES = """
@@ -140,12 +174,62 @@ print(json.dumps(found))
 """
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return a function that runs scripts in one process, and returns the lines that they print."""
+    if sys.platform != "linux" or not shutil.which("gcc"):
+        pytest.skip("needs LD_PRELOAD and gcc")
+    folder = tmp_path_factory.mktemp("threads")
+    source, library = folder / "library.c", folder / "library.so"
+    source.write_text(_LIBRARY)
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+
+    def run(*scripts, num_threads, numbers, is_async=False):
+        arguments = library, folder, num_threads, int(is_async), *numbers
+        command = [sys.executable, "-c", "".join(scripts), *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)}
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert child.returncode == 0, child.stderr
+        return child.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def few_threads_and_regions(outcomes):
+    return outcomes(_NUMBERS, _CASES, num_threads=3, numbers=[0, 1, 100])
+
+
 @pytest.mark.slow
-def test_no_step_of_the_kernels_starts_a_thread_of_openmp(tmp_path):
-    found = json.loads(run_with_library(_COUNTER, _CASES, tmp_path)[-1])
+def test_no_step_of_the_kernels_starts_a_thread_of_openmp(few_threads_and_regions):
+    found = json.loads(few_threads_and_regions[-1])
     assert found.pop("eager") > 0
     assert len(found) == 27
     assert found == dict.fromkeys(found, 0)
+
+
+def assert_all_end_well(lines, *, may_fail=False):
+    """Every process must give the same tokens, or if it may fail, an error that has a hint."""
+    assert [line.split()[1] for line in lines[1::2]] == ["0"] * (len(lines) // 2)  # exit statuses
+    error = "the system starts no more threads; raise the limit of processes"
+    answers = {line.split(" ", 1)[1] for line in lines[::2]}
+    [answer] = (said for said in answers if not (may_fail and said.startswith(error)))
+    assert answer.count(",") == 7
+
+
+@pytest.mark.slow
+def test_kernels_give_the_same_tokens_with_the_threads_that_the_system_starts(few_threads_and_regions):
+    assert_all_end_well(few_threads_and_regions[:6])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+def test_any_number_of_threads_gives_the_same_tokens_or_an_error(is_async, outcomes):
+    """AsyncLLM needs a thread for the engine, and others that prepare requests."""
+    lines = outcomes(_NUMBERS, num_threads=6, numbers=[*range(12), 100], is_async=is_async)
+    assert len(lines) == 2 * 13
+    assert_all_end_well(lines, may_fail=is_async)
 
 
 def test_torchs_threads_are_those_of_the_caller_before_and_after_a_step():
@@ -166,85 +250,6 @@ def test_torchs_threads_are_those_of_the_caller_before_and_after_a_step():
             assert seen == dict.fromkeys(range(4), num)  # threads that begin while a step runs
     finally:
         torch.set_num_threads(before)
-
-
-_FEW_THREADS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <pthread.h>
-#include <stdatomic.h>
-
-static atomic_int left = 1000;
-
-void allow(int num) { left = num; }
-
-int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*function)(void*), void* argument) {
-    int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) = dlsym(RTLD_NEXT, "pthread_create");
-    return left-- > 0 ? create(thread, attributes, function, argument) : EAGAIN;
-}
-"""
-
-# Each number of threads has a forked process, because a team keeps the threads that it has. Torch's threads run before.
-_NUMBERS = """
-import asyncio, ctypes, os, signal, sys, traceback
-import torch
-from nanoinfer import AsyncLLM, LLM, SamplingParams
-from nanoinfer.errors import OutOfThreadsError
-
-library, _, num_threads, is_async, *numbers = sys.argv[1:]
-params = SamplingParams(temperature=0, max_tokens=8)
-
-def generate():
-    llm = LLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24)
-    return llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids
-
-async def stream():
-    async with AsyncLLM("tiny-qwen3", dtype="float32", kv_cache_memory=2**24) as llm:
-        async for output in llm.generate("Once upon a time", params):
-            pass
-        return output.outputs[0].token_ids
-
-for number in numbers:
-    if child := os.fork():
-        print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    signal.alarm(600)  # a hang ends
-    torch.set_num_threads(int(num_threads))
-    ctypes.CDLL(library).allow(int(number))
-    try:
-        print(number, asyncio.run(stream()) if int(is_async) else generate(), flush=True)
-    except OutOfThreadsError as error:
-        print(number, error, flush=True)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-"""
-
-
-def check_with_few_threads(folder, num_threads, numbers, *, is_async=False):
-    """Every process must end well: with the same tokens, or, of AsyncLLM, with an error that has a hint."""
-    lines = run_with_library(_FEW_THREADS, _NUMBERS, folder, num_threads, int(is_async), *numbers)
-    assert len(lines) == 2 * len(numbers), lines
-    assert [line.split()[1] for line in lines[1::2]] == ["0"] * len(numbers)  # exit statuses
-    error = "the system starts no more threads; raise the limit of processes"
-    answers = {line.split(" ", 1)[1] for line in lines[::2]}
-    [answer] = (said for said in answers if not (is_async and said.startswith(error)))
-    assert answer.count(",") == 7
-
-
-@pytest.mark.slow
-def test_kernels_give_the_same_tokens_with_the_threads_that_the_system_starts(tmp_path):
-    check_with_few_threads(tmp_path, 3, [0, 1, 100])
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("is_async", [False, True])
-def test_any_number_of_threads_gives_the_same_tokens_or_an_error(is_async, tmp_path):
-    """AsyncLLM needs a thread for the engine, and others that prepare requests."""
-    check_with_few_threads(tmp_path, 6, [*range(12), 100], is_async=is_async)
 
 
 _FAILING_KERNEL = """

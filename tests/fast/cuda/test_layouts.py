@@ -19,7 +19,7 @@ from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation, RotatedAttention
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
-from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS
+from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedRotation
 from nanoinfer.models.layers import RMSNorm, apply_rotary
 from nanoinfer.sampling.batch import ParameterColumns
@@ -133,6 +133,7 @@ CASES = {
     "a product of two halves": (multiplied, silu_and_mul, FP32, [(5, 160)]),
     "a product of two halves of 1500": (multiplied, silu_and_mul, BF16, [(5, 3000)]),
     "merged layers": (nn.functional.linear, merged_by_kernel, FP16, [(5, 48), (20, 48), (20,)]),
+    "a merged layer of odd sizes": (nn.functional.linear, merged_by_kernel, BF16, [(MAX_ROWS, 520), (17, 520), (17,)]),
     "merged layers, 3 axes": (nn.functional.linear, merged_by_kernel, FP16, [(2, 3, 48), (20, 48), (20,)]),
     "a residual in fp32": (added, added_by_kernel, FP32, [(5, 48), (30, 48), (5, 30)]),
     "a residual in place in fp32": (added, added_in_place, FP32, [(5, 48), (30, 48), (5, 30)]),
@@ -164,7 +165,7 @@ def test_the_layout_of_no_argument_changes_a_number(name):
         for other in layouts(argument):
             arguments = [*given[:i], other, *given[i + 1 :]]
             assert error(arguments, fused(*arguments)) < TOLERANCE[dtype], (i, other.shape, other.stride())
-    assert error(given, fused(*given[:-1], given[-1].flip(-1))) > 0.05  # the comparison notices other numbers
+    assert error(given, fused(given[0].flip(-1), *given[1:])) > 0.05  # the comparison notices other numbers
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
@@ -173,6 +174,26 @@ def test_a_product_is_added_in_place_where_nothing_reads_the_residual_again(dtyp
     for in_place in (False, True):
         out = AddedLinear(linear_of(weight), in_place=in_place)(x, residual)
         assert (out.data_ptr() == residual.data_ptr()) == in_place
+
+
+def test_a_row_has_the_same_bits_in_any_number_of_rows():
+    x, weight = torch.randn(MAX_ROWS, 300, device=DEVICE).bfloat16(), torch.randn(40, 300, device=DEVICE).bfloat16()
+    together = few_rows_linear(x, weight, None)
+    assert torch.equal(together[5:6], few_rows_linear(x[5:6], weight, None))
+
+
+def test_more_rows_fp32_and_weights_that_are_not_contiguous_are_torchs():
+    linear = nn.Linear(4, 6, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.empty(MAX_ROWS, 4, dtype=torch.bfloat16)
+    assert supports(x, linear)
+    assert not supports(torch.empty(MAX_ROWS + 1, 4, dtype=torch.bfloat16), linear)
+    assert not supports(torch.empty(1, 4), linear)
+    assert not supports(torch.empty(1, 2, 4, dtype=torch.bfloat16), linear)  # rows with more axes
+    assert not supports(torch.empty(4, 2, dtype=torch.bfloat16).t(), linear)
+    linear.bias = nn.Parameter(torch.empty(12, dtype=torch.bfloat16)[::2], requires_grad=False)
+    assert not supports(x, linear)
+    linear.bias, linear.weight = None, nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+    assert not supports(x, linear)
 
 
 @pytest.mark.parametrize("name", ["a norm", "a rotation"])

@@ -1,16 +1,15 @@
 """Each request has the tokens of the model that its adapter is merged into, whatever else is in the batch."""
 
-import asyncio
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import (
-    CheckpointNotFoundError,
     InvalidTypeError,
     InvalidValueError,
     NanoinferError,
@@ -25,23 +24,17 @@ from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Sequence
 from tests.helpers import tiny_models
-from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.lora_adapters import linear_shapes, write_adapter, write_requests
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
 PROMPTS = [[1, 2, 3, 4 + i] for i in range(8)]
 ADAPTED = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 6, "kv_cache_memory": 2**22}
 
 
-def save(folder, family, num=3):
+def save(folder, family):
     """Write a checkpoint and adapters of its linear layers, each of another rank. Returns its path and the LoRARequests."""
-    base = tiny_models.save(family, folder / family)
-    shapes = linear_shapes(base)
-    requests = []
-    for i in range(num):
-        path = folder / f"{family}-{i}"
-        write_adapter(path, shapes, seed=i, rank=4 + i, r=4 + i, lora_alpha=16)
-        requests.append(LoRARequest(f"adapter{i}", i + 1, str(path)))
-    return base, requests
+    base = tiny_models.save(family, folder / "base")
+    return base, write_requests(base, folder, (4, 5, 6))
 
 
 @pytest.fixture(scope="module")
@@ -143,30 +136,27 @@ def test_no_step_has_more_adapters_than_max_loras_and_all_requests_end(qwen3):
     assert tokens(llm, PROMPTS, requests) == merged_tokens(base, requests)
     assert max(map(len, seen)) == 1
     assert [next(iter(names)) for i, names in enumerate(seen) if i == 0 or names != seen[i - 1]] == [
-        "adapter0", "adapter1", "adapter2"
+        "adapter1", "adapter2", "adapter3"
     ]  # fmt: skip
 
 
 def test_running_adapters_are_counted_once_in_a_step_however_many_requests_wait():
-    class Counting(list):
-        num_passes = 0
+    passes = []
 
+    class Counting(list):
         def __iter__(self):
-            self.num_passes += 1
+            passes[-1] += 1
             return super().__iter__()
 
-    def num_passes(num_waiting):
+    for num_waiting in (1, 30):
         scheduler = Scheduler(SchedulerConfig(), BlockManager(99, 4))
-        scheduler.limits = {"adapter": 2}
-        scheduler.running = Counting()
-        for i, adapter in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
-            extras = {"adapter": adapter}
-            scheduler.add(Sequence(str(i), [1, 2], SamplingParams(), seed=0, max_num_tokens=3, extras=extras))
+        scheduler.limits, scheduler.running = {"adapter": 2}, Counting()
+        for i, name in enumerate(["a", None, "b", "a", *["c"] * num_waiting, None]):
+            scheduler.add(Sequence(str(i), [1], SamplingParams(), seed=0, max_num_tokens=3, extras={"adapter": name}))
+        passes.append(0)
         plan = scheduler.schedule()
         assert [item.sequence.extras["adapter"] for item in plan.scheduled] == ["a", None, "b", "a", None]
-        return scheduler.running.num_passes
-
-    assert num_passes(30) == num_passes(1)
+    assert passes[0] == passes[1]
 
 
 def test_the_least_recently_used_adapter_is_replaced(qwen3):
@@ -176,7 +166,7 @@ def test_the_least_recently_used_adapter_is_replaced(qwen3):
     known(llm)._activate = lambda adapter, used: (activated.append(adapter.request.lora_name), activate(adapter, used))
     for i in (0, 1, 0, 2, 0, 1):
         tokens(llm, PROMPTS[:1], adapters[i])
-    assert activated == ["adapter0", "adapter1", "adapter2", "adapter1"]
+    assert activated == ["adapter1", "adapter2", "adapter3", "adapter2"]
 
 
 def test_an_id_has_one_adapter_until_it_is_removed(qwen3):
@@ -195,10 +185,8 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
     for module in (memory, adapters_module):
         monkeypatch.setattr(module, "available_cpu_memory", lambda: 2**22)
     monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 0)
-    adapted, plain = (
-        LLM(base, dtype="bfloat16", block_size=4, **settings)
-        for settings in ({"enable_lora": True, "max_loras": 3, "max_lora_rank": 6}, {})
-    )
+    load = partial(LLM, base, dtype="bfloat16", enable_lora=True)
+    adapted, plain = load(block_size=4, max_loras=3, max_lora_rank=6), LLM(base, dtype="bfloat16", block_size=4)
     update = next(iter(adapter_of(adapted.engine.inputs, adapters[2]).updates.values()))
     assert (len(update.a), update.a.dtype, update.b.dtype) == (6, torch.bfloat16, torch.bfloat16)
     matrices = load_file(f"{adapters[2].lora_path}/adapter_model.safetensors").values()
@@ -206,19 +194,15 @@ def test_the_kv_cache_leaves_room_for_max_loras_adapters_in_the_models_dtype(qwe
     block_bytes = plain.info.num_cache_bytes / plain.info.num_blocks
     assert abs(plain.info.num_cache_bytes - num_bytes / 2 - adapted.info.num_cache_bytes) <= block_bytes
     with pytest.raises(InvalidValueError, match=f"but {2**22 - num_bytes} are free"):
-        LLM(base, dtype="bfloat16", kv_cache_memory=2**22, enable_lora=True, max_loras=3, max_lora_rank=6)
+        load(kv_cache_memory=2**22, max_loras=3, max_lora_rank=6)
     rank_bytes = num_bytes // 18
     highest = 2**22 // rank_bytes
-    too_little_left = f"less than one block .* lower max_loras or max_lora_rank .the adapters take {highest * rank_bytes} bytes"
-    with pytest.raises(InvalidValueError, match=too_little_left):
-        LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest, block_size=512)
-    too_many = (
-        f"max_loras=1 adapters of max_lora_rank={highest + 1} take {(highest + 1) * rank_bytes} bytes, "
-        f"but {2**22} are free on cpu; lower max_loras or max_lora_rank"
-    )
+    with pytest.raises(InvalidValueError, match=f"less than one block .*the adapters take {highest * rank_bytes} bytes"):
+        load(max_lora_rank=highest, block_size=512)
+    too_many = f"max_lora_rank={highest + 1} take {(highest + 1) * rank_bytes} bytes, but {2**22} are free on cpu; lower max_"
     for cache in ({}, {"kv_cache_memory": 2**20}):
         with pytest.raises(InvalidValueError, match=too_many):
-            LLM(base, dtype="bfloat16", enable_lora=True, max_lora_rank=highest + 1, **cache)
+            load(max_lora_rank=highest + 1, **cache)
 
 
 # ---- the prefix cache
@@ -260,29 +244,6 @@ def test_new_base_weights_keep_the_adapters(qwen3, tmp_path):
     assert tokens(llm, lora_request=adapters[0]) == merged_tokens(base, [adapters[0]] * 8)
     llm.update_weights_from_path(str(other))
     assert tokens(llm, lora_request=adapters[0]) == merged_tokens(other, [adapters[0]] * 8)
-
-
-@pytest.mark.slow
-def test_coroutines_use_and_drop_adapters_at_once(qwen3):
-    base, adapters = qwen3
-    requests = [adapters[i % 3] for i in range(8)]
-
-    async def main():
-        async with AsyncLLM(base, **ADAPTED | {"max_loras": 2}) as llm:
-
-            async def answer(prompt, request):
-                async for output in llm.generate(prompt, GREEDY, lora_request=request):
-                    ids = output.outputs[0].token_ids
-                return [ids]
-
-            assert await llm.add_lora(adapters[2])
-            answers = asyncio.gather(*map(answer, PROMPTS, requests))
-            with pytest.raises(CheckpointNotFoundError):
-                await llm.add_lora(LoRARequest("none", 5, "/no/such/folder"))
-            assert [await llm.remove_lora(i) for i in (9, 3)] == [False, True]
-            return await answers
-
-    assert asyncio.run(main()) == merged_tokens(base, requests)
 
 
 # ---- what is refused

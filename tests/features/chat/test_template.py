@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from nanoinfer.errors import InvalidPromptError
+from nanoinfer import LLM
+from nanoinfer.errors import InvalidPromptError, InvalidValueError
 from nanoinfer.features.chat import template as chat_template
+from nanoinfer.features.chat.messages import render_chat
 from nanoinfer.features.chat.template import apply_chat_template
 from nanoinfer.features.chat.tools import tool_schemas
 from nanoinfer.loading.checkpoint import BUNDLED
@@ -36,33 +38,40 @@ def get_weather(city: str, days: int = 1):
     """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"add_generation_prompt": False},
-        {"add_generation_prompt": False, "continue_final_message": True},
-        {
-            "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ messages | tojson }}|{{ enable_thinking }}",
-            "enable_thinking": False,
-        },
-        {"chat_template": "{{ eos_token }}", "eos_token": "</s>"},
-        {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": tool_schemas([get_weather])},
-        {"chat_template": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"},
-        {"chat_template": "{% generation %}{{ messages[0].content }}{% endgeneration %}"},
-    ],
-)
+BEYOND_MESSAGES = "{{ bos_token }}|{{ eos_token }}|{{ messages | tojson }}|{{ enable_thinking }}"
+TEMPLATES = {
+    "its own": {},
+    "no generation prompt": {"add_generation_prompt": False},
+    "a message that goes on": {"add_generation_prompt": False, "continue_final_message": True},
+    "variables": {"chat_template": BEYOND_MESSAGES, "enable_thinking": False},
+    "a given token": {"chat_template": "{{ eos_token }}", "eos_token": "</s>"},
+    "tools": {"chat_template": "{{ tools | tojson(indent=2) }}", "tools": tool_schemas([get_weather])},
+    "break": {"chat_template": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}"},
+    "generation": {"chat_template": "{% generation %}{{ messages[0].content }}{% endgeneration %}"},
+}
+
+
+@pytest.mark.parametrize("arguments", TEMPLATES.values(), ids=TEMPLATES)
 def test_the_text_is_that_of_transformers(tokenizer, arguments):
     text = apply_chat_template(tokenizer, MESSAGES, **arguments)
     assert text == tokenizer.hf.apply_chat_template(MESSAGES, tokenize=False, **{"add_generation_prompt": True} | arguments)
     assert text
 
 
-def test_the_chat_template_writes_every_message_and_the_generation_prompt_unless_switched_off(tokenizer):
-    messages = [USER, {"role": "assistant", "content": "No."}]
-    text = "<|im_start|>user\nTell me a story about Lily<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
-    assert apply_chat_template(tokenizer, messages, add_generation_prompt=False) == text
-    assert apply_chat_template(tokenizer, messages) == text + "<|im_start|>assistant\n"
+def test_a_role_is_one_of_openais_or_one_that_the_template_names():
+    with LLM("tiny-qwen3", kv_cache_memory=2**20) as llm:
+        inputs = llm.engine.inputs
+
+    def render(*messages, template):
+        return render_chat(inputs, [*messages], chat_template=template)["prompt"]
+
+    plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+    naming = "{% for message in messages if message.role == 'judge' %}{{ message.content }}{% endfor %}"
+    assert render({"role": "judge", "content": "Fair."}, template=naming) == "Fair."
+    assert render({"role": "tool", "content": "31"}, template=plain) == "tool: 31"
+    for role in ("judge", 5):
+        with pytest.raises(InvalidValueError, match=r"messages\[1\]: the role must be one of system, .* names, got "):
+            render(USER, {"role": role}, template=plain)
 
 
 PARTS = {
@@ -70,7 +79,12 @@ PARTS = {
     "a filter": "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}",
     "the first part": "{{ message.content[0].text }}",
     "a sum, which no string has": "{% for part in message.content %}{{ '' + part.text }}{% endfor %}",
+    "a string": "{{ message.content | trim }}",
+    "both": "{% if message.content is string %}{{ message.content }}{% else %}list{% endif %}",
 }
+USERS = "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
+SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS["a loop"]
+PARTS |= {"a loop for users only": USERS, "a loop after a system message alone": SYSTEM}
 PARTS["a loop for users only"] = (
     "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
 )
@@ -80,7 +94,7 @@ PARTS["a loop after a system message alone"] = (
 STRINGS = ["{{ message.content | trim }}", "{% if message.content is string %}{{ message.content }}{% else %}list{% endif %}"]
 
 
-@pytest.mark.parametrize("content", [*PARTS.values(), *STRINGS], ids=[*PARTS, "a string", "both"])
+@pytest.mark.parametrize("content", PARTS.values(), ids=PARTS)
 def test_a_content_is_written_whether_the_template_reads_strings_or_lists_of_parts(tokenizer, content):
     template = "{{ bos_token }}{% for message in messages %}{{ '[' + message.role + ']' }}" + content + "{% endfor %}"
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
@@ -91,39 +105,37 @@ def test_a_content_is_written_whether_the_template_reads_strings_or_lists_of_par
         {"role": "tool", "content": "12"},
         {"role": "assistant", "content": "It is"},
     ]
-    text = apply_chat_template(tokenizer, chat, template, bos_token="")
-    assert text == "[system]Be brief.[user]How warm?[assistant][tool]12[assistant]It is"
-    more = {"add_generation_prompt": False, "continue_final_message": True}
-    assert apply_chat_template(tokenizer, chat, template, bos_token="", **more) == text
+    for more in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+        text = apply_chat_template(tokenizer, chat, template, bos_token="", **more)
+        assert text == "[system]Be brief.[user]How warm?[assistant][tool]12[assistant]It is"
 
 
-@pytest.mark.parametrize("content", ["content[:10]", "content if messages[0].content | length < 10 else ''"])
-def test_a_template_that_cuts_or_measures_a_string_gets_no_list(tokenizer, content):
-    template = "{% for message in messages %}{{ messages[0]." + content + " }}{% endfor %}"
+def test_a_template_that_cuts_or_measures_a_string_gets_no_list(tokenizer):
     for text in ("How warm?", "How warm is it there?"):
-        expected = text[:10] if "[:10]" in content else text if len(text) < 10 else ""
-        assert apply_chat_template(tokenizer, [{"role": "user", "content": text}], template) == expected
+        measured = {"content[:10]": text[:10], "content if messages[0].content | length < 10 else ''": text * (len(text) < 10)}
+        for content, expected in measured.items():
+            template = "{% for message in messages %}{{ messages[0]." + content + " }}{% endfor %}"
+            assert apply_chat_template(tokenizer, [{"role": "user", "content": text}], template) == expected
 
 
-def test_a_template_that_refuses_the_messages_is_quoted(tokenizer):
-    refusing = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InvalidPromptError, match="the chat template refused the messages: roles must alternate"):
-        apply_chat_template(tokenizer, [USER], chat_template=refusing)
-    with pytest.raises(InvalidPromptError, match="the chat template refused the messages"):
-        apply_chat_template(tokenizer, [USER], chat_template="{% for %}")
-
-
-def test_what_is_not_json_is_refused(tokenizer):
-    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Object of type complex is not"):
-        apply_chat_template(tokenizer, [{"role": "user", "content": 1j}])
+def test_a_template_that_refuses_the_messages_and_what_is_not_json_are_refused(tokenizer):
     loop = []
     loop.append(loop)
-    with pytest.raises(InvalidPromptError, match=r"must be JSON \(Circular"):
-        apply_chat_template(tokenizer, MESSAGES, documents=loop)
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    for content, more, sentence in (
+        ("a", {"chat_template": refusing}, "the chat template refused the messages: roles must alternate"),
+        ("a", {"chat_template": "{% for %}"}, "the chat template refused the messages"),
+        (1j, {}, r"must be JSON \(Object of type complex is not"),
+        ("a", {"documents": loop}, r"must be JSON \(Circular"),
+    ):
+        with pytest.raises(InvalidPromptError, match=sentence):
+            apply_chat_template(tokenizer, [{"role": "user", "content": content}], **more)
 
 
 @pytest.mark.slow
-def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tokenizer):
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
+def test_a_renderer_that_was_stopped_or_killed_costs_no_other_chat(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template._renderer, "_max_seconds", 60)  # for 1.0 s of a processor that others use too
     expected = apply_chat_template(tokenizer, MESSAGES)
     forever = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     start = time.perf_counter()
@@ -131,12 +143,6 @@ def test_a_template_that_is_stopped_ends_alone_and_the_next_chat_is_answered(tok
         apply_chat_template(tokenizer, MESSAGES, chat_template=forever)
     assert time.perf_counter() - start > 0.9
     assert apply_chat_template(tokenizer, MESSAGES) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows")
-def test_a_renderer_that_was_killed_costs_no_chat(tokenizer):
-    expected = apply_chat_template(tokenizer, MESSAGES)
     os.kill(chat_template._renderer._process.pid, signal.SIGKILL)
     assert apply_chat_template(tokenizer, MESSAGES) == expected
 
@@ -148,12 +154,9 @@ def test_a_long_chat_does_not_use_the_renderer_of_the_others(tokenizer):
 
 
 def test_threads_get_the_text_of_their_own_messages(tokenizer):
-    def messages(i):
-        return [{"role": "user", "content": f"question {i}"}]
-
-    texts = {}
-    run_in_threads(lambda i: texts.update({i: apply_chat_template(tokenizer, messages(i))}), 8)
-    assert texts == {i: apply_chat_template(tokenizer, messages(i)) for i in range(8)}
+    texts, messages = {}, [[{"role": "user", "content": f"question {i}"}] for i in range(8)]
+    run_in_threads(lambda i: texts.update({i: apply_chat_template(tokenizer, messages[i])}), 8)
+    assert texts == {i: apply_chat_template(tokenizer, messages[i]) for i in range(8)}
 
 
 def test_a_chat_with_the_template_of_the_one_before_takes_few_calls(tokenizer):

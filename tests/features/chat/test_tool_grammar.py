@@ -10,11 +10,7 @@ from nanoinfer.errors import InvalidTypeError, InvalidValueError
 from nanoinfer.features.chat.tools import check_tool_choice, tool_call_grammar, tool_schemas, with_tool_arguments
 
 CITY = {"type": "string", "maxLength": 5}
-WEATHER = {
-    "type": "object",
-    "properties": {"city": CITY, "unit": {"enum": ["c", "f"]}},
-    "required": ["city", "unit"],
-}
+WEATHER = {"type": "object", "properties": {"city": CITY, "unit": {"enum": ["c", "f"]}}, "required": ["city", "unit"]}
 
 
 def tool(name: str, parameters: dict | None = None, **fields) -> dict:
@@ -61,6 +57,10 @@ def matcher_of(grammar: str):
     return matcher
 
 
+def num_consumed(grammar: str, text: str) -> int:
+    return matcher_of(grammar).try_consume_tokens([*text.encode()])
+
+
 @pytest.mark.parametrize("case", GRAMMARS)
 def test_a_grammar_accepts_calls_that_satisfy_the_schemas_and_no_others(case):
     tools, choice, prompt, parallel, accepted, refused = GRAMMARS[case]
@@ -86,21 +86,17 @@ def test_random_bytes_under_a_required_grammar_are_calls():
         assert [call["function"]["name"] in ("weather", "night") for call in message["tool_calls"]] == [True]
 
 
-def test_a_free_answer_has_no_grammar():
-    assert tool_call_grammar(TOOLS, "auto", prompt="") is None
-    assert tool_call_grammar(STRICT, "none", prompt="") is None
-    assert tool_call_grammar([], "auto", prompt="") is None
-
-
-def test_parameters_have_the_limits_of_a_schema():
+def test_a_free_answer_has_no_grammar_and_parameters_have_the_limits_of_a_schema():
+    for tools, choice in ((TOOLS, "auto"), (STRICT, "none"), ([], "auto")):
+        assert tool_call_grammar(tools, choice, prompt="") is None
     deep = {"type": "object"}
     for _ in range(40):
         deep = {"type": "object", "properties": {"a": deep}}
+    assert tool_call_grammar([tool("f", deep)], "auto", prompt="") is None
     with pytest.raises(InvalidValueError, match=r"^tools\[1\].parameters must be nested at most 64 deep"):
         tool_call_grammar([TOOLS[0], tool("f", deep)], "required", prompt="")
     with pytest.raises(InvalidValueError, match=r"^each string of tools\[0\].parameters must have at most 8192"):
         tool_call_grammar([tool("f", {"const": "a" * 9000}, strict=True)], "auto", prompt="")
-    assert tool_call_grammar([tool("f", deep)], "auto", prompt="") is None
 
 
 LOOKS = {"type": "string", "pattern": r"^(?!/)/usr/\bbin"}
@@ -110,14 +106,13 @@ ADDRESS = {"type": "object", "properties": {"x": LOOKS}}
 @pytest.mark.parametrize(("choice", "more"), [("required", {}), ("auto", {"strict": True}), ("named", {})])
 def test_what_cannot_be_enforced_is_refused_with_the_tool_and_the_place(choice, more):
     schema = {"type": "object", "properties": {"to": {"$ref": "#/$defs/Address"}}, "$defs": {"Address": ADDRESS}}
-    tools = [*TOOLS, tool("night"), tool("f", schema, **more)]
     choice = {"type": "function", "function": {"name": "f"}} if choice == "named" else choice
     place = re.escape("tools[3].parameters.$defs.Address.properties.x cannot be used: these keywords cannot be enforced")
     with pytest.raises(InvalidValueError, match=f'^{place}: "pattern" with look-around.* set "x-guidance"'):
-        tool_call_grammar(tools, choice, prompt="")
+        tool_call_grammar([*TOOLS, tool("night"), tool("f", schema, **more)], choice, prompt="")
     lenient = tool_call_grammar([tool("f", schema | {"x-guidance": {"lenient": True}}, **more)], choice, prompt="")
     text = calling("f", '{"to": {"x": "anything"}}')
-    assert matcher_of(lenient).try_consume_tokens([*text.encode()]) == len(text)
+    assert num_consumed(lenient, text) == len(text)
 
 
 def test_tools_have_the_schemas_that_clients_write():
@@ -127,15 +122,10 @@ def test_tools_have_the_schemas_that_clients_write():
     grammar = tool_call_grammar([tool("f", schema)], "required", prompt="</think>")
     for arguments in ('{"price": 1.5, "file": "a", "colors": ["g", "r"], "absent": [1]}', '{"price": 2, "absent": null}'):
         text = calling("f", arguments)
-        assert matcher_of(grammar).try_consume_tokens([*text.encode()]) == len(text)
-    for arguments in (
-        '{"price": "/usr/bin", ',
-        '{"price": 1, "colors": ["g", "g"',
-        '{"price": 1}',
-        '{"price": 1, "absent": 1, "b',
-    ):
+        assert num_consumed(grammar, text) == len(text)
+    for arguments in ('{"price": "/usr", ', '{"price": 1, "colors": ["g", "g"', '{"price": 1}', '{"price": 1, "absent": 1, "b'):
         text = calling("f", arguments)
-        assert matcher_of(grammar).try_consume_tokens([*text.encode()]) < len(text) - len("}\n</tool_call>")
+        assert num_consumed(grammar, text) < len(text) - len("}\n</tool_call>")
 
 
 def test_a_function_is_described_by_its_docstring():
@@ -154,34 +144,34 @@ def test_a_function_is_described_by_its_docstring():
     assert same == TOOLS[0]
 
 
-@pytest.mark.parametrize(
-    ("tools", "error", "message"),
-    [
-        ("weather", InvalidTypeError, "tools must be a list"),
-        ([TOOLS[0], {"name": "f"}], InvalidTypeError, "tools[1] must be a function"),
-        ([tool("")], InvalidValueError, "tools[0] must have a name, got ''"),
-        ([tool("f", "text")], InvalidTypeError, "tools[0]: parameters must be a JSON schema"),
-        ([lambda city: ""], InvalidValueError, "tools[0] needs type hints and a Google style docstring"),
-    ],
-)
-def test_a_tool_that_cannot_be_described_is_refused(tools, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        tool_schemas(tools)
+REFUSED = [
+    ("weather", InvalidTypeError, "tools must be a list"),
+    ([TOOLS[0], {"name": "f"}], InvalidTypeError, "tools[1] must be a function"),
+    ([tool("")], InvalidValueError, "tools[0] must have a name, got ''"),
+    ([tool("f", "text")], InvalidTypeError, "tools[0]: parameters must be a JSON schema"),
+    ([lambda city: ""], InvalidValueError, "tools[0] needs type hints and a Google style docstring"),
+]
 
 
-@pytest.mark.parametrize(
-    ("choice", "tools", "error", "message"),
-    [
-        ("any", TOOLS, InvalidTypeError, "tool_choice must be 'auto', 'none', 'required'"),
-        ({"type": "custom", "custom": {"name": "night"}}, TOOLS, InvalidTypeError, "tool_choice must be"),
-        ("required", [], InvalidValueError, "needs tools"),
-        (NAMED, [TOOLS[0]], InvalidValueError, "tool_choice has 'night', but the tools are weather"),
-        (NAMED, [], InvalidValueError, "but the tools are none"),
-    ],
-)
-def test_a_tool_choice_that_cannot_be_honoured_is_refused(choice, tools, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        check_tool_choice(choice, tools)
+def test_a_tool_that_cannot_be_described_is_refused():
+    for tools, error, message in REFUSED:
+        with pytest.raises(error, match=re.escape(message)):
+            tool_schemas(tools)
+
+
+CHOICES = [
+    ("any", TOOLS, InvalidTypeError, "tool_choice must be 'auto', 'none', 'required'"),
+    ({"type": "custom", "custom": {"name": "night"}}, TOOLS, InvalidTypeError, "tool_choice must be"),
+    ("required", [], InvalidValueError, "needs tools"),
+    (NAMED, [TOOLS[0]], InvalidValueError, "tool_choice has 'night', but the tools are weather"),
+    (NAMED, [], InvalidValueError, "but the tools are none"),
+]
+
+
+def test_a_tool_choice_that_cannot_be_honoured_is_refused():
+    for choice, tools, error, message in CHOICES:
+        with pytest.raises(error, match=re.escape(message)):
+            check_tool_choice(choice, tools)
 
 
 def test_messages_become_what_templates_read():

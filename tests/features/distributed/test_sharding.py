@@ -8,8 +8,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.fast.cpu.accelerate import compile_model
 from nanoinfer.features.adapters.adapters import Adapters
-from nanoinfer.features.adapters.lora import LowRankUpdate
-from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.distributed.sharding import ShardedWeights, Shards, check_shards, split_of
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
 from nanoinfer.load import load
@@ -18,7 +16,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.weights import TensorInfo, Weights
 from nanoinfer.models.registry import find_model
 from tests.helpers import tiny_models
-from tests.helpers.lora_adapters import linear_shapes, write_adapter
+from tests.helpers.lora_adapters import write_requests
 from tests.helpers.thread_ranks import Member, on_ranks
 
 ODD_VOCAB_SIZE = 97
@@ -85,31 +83,13 @@ def on_meta(family, **overrides):
 def test_ranks_give_the_logits_of_one_also_with_two_adapters_in_a_batch(family, tmp_path):
     path = tiny_models.save(family, tmp_path / "base", vocab_size=ODD_VOCAB_SIZE, **HEADS.get(family, {}))
     checkpoint = Checkpoint.open(str(path))
-    requests = [LoRARequest(str(i), i, str(tmp_path / str(i))) for i in (1, 2)]
-    for one in requests:
-        write_adapter(tmp_path / one.lora_name, linear_shapes(path), seed=one.lora_int_id, lora_alpha=16)
+    requests = write_requests(path, tmp_path, (4, 4))
     plain = logits_of(loader.load_model(checkpoint, "float32"))
     adapted = logits_with_adapters(loader.load_model(checkpoint, "float32"), requests)
     assert all((adapted - plain)[slice(*half)].abs().max() > 0.1 for half in HALVES)
     for size, optimized, adapters in ((2, False, None), (2, False, requests), (2, True, None), (4, True, requests)):
         for logits in logits_on_ranks(checkpoint, size, optimized=optimized, requests=adapters):
             torch.testing.assert_close(logits, adapted if adapters else plain, atol=2e-5, rtol=0)
-
-
-def test_the_parts_of_an_update_are_those_of_its_layers_weight():
-    """The product of a rank's A and B is the rank's part of the whole product, for layers of all kinds."""
-    for family, size in (("gpt2", 2), ("qwen3", 2), ("qwen3_one_kv_head", 4)):
-        model = on_meta(family, **{"n_head": 4} if family == "gpt2" else {})
-        weights = Numbered(model)
-        for rank in range(size):
-            shards = Shards(Member(rank, size))
-            _, shard = shards.split(model, weights)
-            for name in [name for name in weights if name.endswith(("proj.weight", "c_attn.weight", "c_fc.weight"))]:
-                turned = (lambda weight: weight.T) if name.endswith(model.weight_rules.transpose) else (lambda weight: weight)
-                whole = turned(weights.read(name))
-                update = LowRankUpdate(torch.eye(whole.shape[1]), whole, 1.0)
-                part = shards.shard_of_update(name.removesuffix(".weight"), update)
-                assert torch.equal(part.b @ part.a, turned(shard.read(name))), name
 
 
 def test_a_bias_that_every_rank_adds_would_be_noticed(tmp_path, monkeypatch):
@@ -194,14 +174,6 @@ def test_a_rank_reads_its_own_rows_and_no_others():
             assert not shard[name].is_mapped
         else:
             assert base.num_read == parameter.numel()
-
-
-def test_several_ranks_have_the_same_kv_head_where_there_are_too_few():
-    model = on_meta("qwen3_one_kv_head")
-    for rank in range(4):
-        shard, weights = Shards(Member(rank, 4)).split(model, Numbered(model))
-        assert (shard.config.num_attention_heads, shard.config.num_key_value_heads) == (1, 1)
-        assert weights["layers.0.self_attn.k_proj.weight"].shape == (32, 48)
 
 
 @pytest.mark.parametrize(

@@ -85,23 +85,6 @@ def test_every_rank_returns_the_tokens_of_the_plain_stages(monkeypatch):
     assert len(sent_rows) / 4 < sum(sent_rows) < len(sent_rows) * 3 / 4  # both ways are well tested
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("vocab_size", [1, 5, 4001])  # over 4 ranks, 3 or 1 of them hold nothing but padding
-def test_an_odd_vocabulary_is_padded(vocab_size, size):
-    logits = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0)) * 5
-    for group in ("greedy", "top_p", "other"):
-        batch = batch_of([sequence(seed, **PARAMS[group]) for seed in range(64)], vocab_size)
-        assert sample(logits, batch, size)[0] == plain_ids(logits, batch)
-
-
-def test_of_equal_maxima_on_several_ranks_the_lowest_id_is_greedy():
-    logits = torch.zeros(3, 100)
-    for row, ids in enumerate([[97, 60, 99], [30, 96], [99]]):
-        logits[row, ids] = 1
-    for size in (2, 3):
-        assert sample(logits, batch_of([sequence(temperature=0)] * 3, 100), size)[0] == [60, 30, 99]
-
-
 def test_equal_logits_on_both_sides_of_a_cut_enter_top_p_by_rising_id():
     """Four equal ids, the last two of rank 0 and the first two of rank 1: top_p = 0.7 keeps three."""
     logits = torch.full((200, 2000), -20.0)

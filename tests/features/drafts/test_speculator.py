@@ -135,20 +135,6 @@ def test_where_blocks_are_short_a_draft_is_cut_to_the_block_that_the_sequence_ha
     assert finish(engine, older, younger) == [list(range(3, 11)), list(range(53, 59))]
 
 
-def test_a_new_sequence_drafts_nothing_where_the_drafts_of_others_were_wrong():
-    engine = engine_with(CountingProposer(wrong_from=0), num_drafts=3, adaptive=True)
-    collect = engine.executor.collect
-    engine.executor.collect = lambda step: replace(collect(step), seconds={"forward": 0.02 + 0.01 * len(step.plan.rows)})
-    first = engine.add_request([1], params(max_tokens=30))
-    for _ in range(3):
-        engine.step()
-    finish(engine, first, engine.add_request([101], params(max_tokens=30)))
-    num_before = len(engine.executor.launched)
-    assert any(draft for drafts in drafts_of(engine)[:num_before] for draft in drafts)
-    finish(engine, engine.add_request([201], params()))
-    assert not any(draft for drafts in drafts_of(engine)[num_before:] for draft in drafts)
-
-
 def test_drafts_that_are_never_right_cost_less_than_a_twentieth(monkeypatch):
     """As with a copy of the model in 4 bits: a draft token takes a third of a step, and a row that is checked a fiftieth."""
     clock = [0.0]

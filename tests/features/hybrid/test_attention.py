@@ -8,7 +8,7 @@ import torch
 from nanoinfer.attention import dense
 from nanoinfer.attention.cpu import num_blocks_before
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.features.hybrid.attention import HybridDenseAttention, HybridReferenceBackend, causal_attention
+from nanoinfer.features.hybrid.attention import HybridReferenceBackend, causal_attention
 from tests.attention.test_dense import heads
 from tests.helpers.paged_cases import compare, metadata_for
 
@@ -34,16 +34,6 @@ def test_a_window_leaves_as_many_keys_as_it_has_tokens():
     for i in range(9):
         first = max(i - 3, 0)
         torch.testing.assert_close(out[i : i + 1], causal_attention(q[i : i + 1], k[first : i + 1], v[first : i + 1]))
-
-
-def test_a_state_begins_with_zeros_and_gets_all_rows_of_the_sequence():
-    def advance(state, rows):
-        assert [part.shape for part in state] == [(1, 2), (1, 3)]
-        assert not any(part.any() for part in state)
-        return rows * 2, state
-
-    rows = heads(5, 4)
-    assert torch.equal(HybridDenseAttention(((2,), (3,))).recur(0, advance, rows), rows * 2)
 
 
 @pytest.mark.parametrize(("position", "window", "expected"), [(9, None, 0), (8, 8, 0), (11, 8, 1), (11, 1, 2)])

@@ -68,21 +68,6 @@ def test_a_prompt_can_be_continued_after_its_last_whole_block_and_a_growing_text
     assert start(manager, sequence([5, 6, 7, 8, 1])) == 4
 
 
-def test_a_state_that_is_kept_is_not_written_again():
-    manager = make(8)
-    seq = sequence([5, 6])
-    start(manager, seq)
-    kept = tables_of(seq).state_writes[2]
-    grow(seq, 7)
-    run(manager, seq)
-    assert tables_of(seq).state_slot == kept
-    own = tables_of(seq).state_writes[3]
-    assert own != kept
-    grow(seq, 8)
-    run(manager, seq)
-    assert (tables_of(seq).state_slot, tables_of(seq).state_writes) == (own, {4: own})  # its own slot is written in place
-
-
 def test_one_slot_is_enough_because_a_sequence_gives_up_its_own_checkpoint():
     manager = make(1)
     seq = sequence([5, 6])
@@ -116,6 +101,17 @@ def test_a_checkpoint_is_taken_before_a_slot_that_a_sequence_has_and_the_oldest_
     start(manager, sequence([5]))
     assert start_would_reuse(manager, [2, 2, 0]) == 0
     assert not manager.can_start(1, [])  # sequences have all three
+
+
+def test_a_checkpoint_goes_with_its_block():
+    manager = make(8, num_blocks=2)
+    seq = sequence([5, 6, 7])
+    start(manager, seq)
+    manager.free(seq)
+    assert start_would_reuse(manager, [5, 6, 1]) == 2
+    start(manager, sequence([1, 2, 3, 4]))  # takes both blocks
+    assert start_would_reuse(manager, [5, 6, 1]) == 0
+    assert manager.state_slots.pool.num_free == 7
 
 
 # ---- with the state machines

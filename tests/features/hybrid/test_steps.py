@@ -27,21 +27,10 @@ def test_a_further_kv_group_has_its_own_blocks_and_slots():
     assert group.slot_mapping.tolist() == [3 * 4 + 1, 4, 5, 6]
 
 
-def test_with_single_queries_each_token_has_its_sequences_tables():
-    seq = with_tables(sequence(range(7), computed=3, table=[2, 5]), [[0, 3]])
-    batch = build(ScheduledSequence(seq, 3))
-    _, group = groups_of(replace(batch, attention=single_queries(batch.attention)), 4)
-    assert group.block_tables.tolist() == [[0, 3]] * 3
-    assert group.slot_mapping.tolist() == [3, 12, 13]
-
-
-def test_states_are_read_and_written_after_so_many_tokens_of_the_step():
+def test_states_are_read_and_written_after_so_many_tokens_and_drafts_of_the_step():
     plain, seq = sequence([1], table=[0]), with_tables(sequence(range(10), computed=4, table=[0, 1, 2]), [], 7, {8: 5, 10: 6})
     batch = build(ScheduledSequence(plain, 1), ScheduledSequence(seq, 6))
     assert updates_of(batch) == [StateUpdate(1, 7, 7, {4: 5, 6: 6})]
     assert updates_of(replace(batch, attention=single_queries(batch.attention))) == updates_of(batch)
-
-
-def test_the_drafts_of_a_sequence_are_in_its_update():
     seq = with_tables(sequence([1, 2, 3], computed=2, table=[0, 1]), [], 4, {3: 4, 4: 5, 5: 6})
-    assert updates_of(build(ScheduledSequence(seq, 1, (30, 31)))) == [StateUpdate(0, 3, 4, {1: 4, 2: 5, 3: 6})]
+    assert updates_of(build(ScheduledSequence(seq, 1, (30, 31)))) == [StateUpdate(0, 3, 4, {1: 4, 2: 5, 3: 6})]  # with drafts

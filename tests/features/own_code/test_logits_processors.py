@@ -54,17 +54,13 @@ class Target(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params):
-        if not params.extra_args:
-            return None
-
         def count_upwards(prompt_ids, output_ids, logits):
             if self.lists is not None and not any(output_ids is one for one in self.lists):
                 self.lists.append(output_ids)
-            return torch.full_like(logits, -torch.inf).index_fill(
-                0, torch.tensor(params.extra_args["target"] + len(output_ids)), 0
-            )
+            target = torch.tensor(params.extra_args["target"] + len(output_ids))
+            return torch.full_like(logits, -torch.inf).index_fill(0, target, 0)
 
-        return count_upwards
+        return count_upwards if params.extra_args else None
 
 
 class Doubling(LogitsProcessor):
@@ -86,98 +82,79 @@ class Doubling(LogitsProcessor):
         return logits * 2
 
 
+def make(**settings):
+    return LLM(device="cpu", **{"kv_cache_memory": 2**24} | settings)
+
+
+SETTINGS = {
+    "all at once": {},
+    "two at a time": {"max_num_seqs": 2},
+    "preempted": {"kv_cache_memory": 2**17, "block_size": 4, "max_model_len": 60},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_num_seqs": 2}, {"kv_cache_memory": 2**17, "block_size": 4, "max_model_len": 60}]
-)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_each_request_has_its_own_state_in_any_batch(settings):
-    llm = LLM(device="cpu", **{"kv_cache_memory": 2**24} | settings, logits_processors=[Target])
     prompts = ["Once upon a time", "Lily was", "Tom", "The dog", "Once", "Ben was"]
     plain = SamplingParams(temperature=0.7, seed=3, max_tokens=9)
-    params = [
-        SamplingParams(max_tokens=8 + 2 * i, extra_args={"target": 100 * i + 50}, ignore_eos=True, n=1 + i % 2)
-        if i % 3
-        else plain
-        for i in range(6)
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    params = [plain] * 6
+    for i in (1, 2, 4, 5):
+        extra_args = {"target": 100 * i + 50}
+        params[i] = SamplingParams(max_tokens=8 + 2 * i, extra_args=extra_args, ignore_eos=True, n=1 + i % 2)
+    outputs = make(**settings, logits_processors=[Target]).generate(prompts, params, use_tqdm=False)
+    alone = [output.outputs[0].token_ids for output in make().generate(prompts[::3], plain, use_tqdm=False)]
     for i, output in enumerate(outputs):
         for answer in output.outputs:
-            if i % 3:
-                assert answer.token_ids == list(range(100 * i + 50, 100 * i + 58 + 2 * i))
-            else:
-                alone = LLM(device="cpu", kv_cache_memory=2**24).generate(prompts[i], plain, use_tqdm=False)
-                assert answer.token_ids == alone[0].outputs[0].token_ids
-    if "block_size" in settings:
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+            assert answer.token_ids == (list(range(100 * i + 50, 100 * i + 58 + 2 * i)) if i % 3 else alone[i // 3])
+    assert not settings.get("block_size") or sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
-def test_greedy_requests_that_share_their_params_have_states_of_their_own():
-    llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=1, logits_processors=[Target])
+def test_greedy_requests_that_share_their_params_have_lists_of_output_ids_of_their_own(monkeypatch):
+    monkeypatch.setattr(Target, "lists", [])
+    llm = make(max_num_seqs=1, logits_processors=[Target])
     params = SamplingParams(temperature=0, max_tokens=4, extra_args={"target": 50}, ignore_eos=True)
     outputs = llm.generate(["Once", "Lily was", "Tom"], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [[50, 51, 52, 53]] * 3
-
-
-def test_the_list_of_output_ids_grows_with_the_answer(monkeypatch):
-    lists = []
-    monkeypatch.setattr(Target, "lists", lists)
-    llm = LLM(device="cpu", kv_cache_memory=2**24, logits_processors=[Target])
-    llm.generate("Once", SamplingParams(max_tokens=4, extra_args={"target": 50}), use_tqdm=False)
-    assert lists == [[50, 51, 52]]
+    assert Target.lists == [[50, 51, 52]] * 3
 
 
 def test_an_argmax_invariant_one_runs_after_the_temperature_and_min_p_and_the_others_before_them(monkeypatch):
     monkeypatch.setattr(Doubling, "seen", [])
-    llm = LLM(device="cpu", kv_cache_memory=2**24, max_num_seqs=7, logits_processors=[Doubling, Target])
+    llm = make(max_num_seqs=7, logits_processors=[Doubling, Target])
     names = [getattr(stage, "__name__", "") for stage in llm.engine.executor.sampler.stages]
     assert names[-7:] == ["apply_logits_processors", "Target", "apply_temperature", "keep_min_p", "Doubling", *names[-2:]]
     [(config, device, is_pinned)] = Doubling.seen
     assert config.model_config.get_vocab_size() == llm.info.vocab_size
     assert (config.model_config.max_model_len, config.scheduler_config.max_num_seqs) == (llm.info.max_model_len, 7)
     assert (device.type, is_pinned) == ("cpu", False)
+    doubled, halved = (SamplingParams(temperature=temperature, seed=1, max_tokens=12) for temperature in (1.4, 0.7))
+    [one], [other] = llm.generate("Lily", doubled, use_tqdm=False), make().generate("Lily", halved, use_tqdm=False)
+    assert one.outputs[0].text == other.outputs[0].text
 
 
-def test_doubled_logits_are_half_the_temperature():
-    params = [SamplingParams(temperature=temperature, seed=1, max_tokens=12) for temperature in (1.4, 0.7)]
-    texts = [
-        LLM(device="cpu", kv_cache_memory=2**24, logits_processors=classes)
-        .generate("Lily", one, use_tqdm=False)[0]
-        .outputs[0]
-        .text
-        for classes, one in zip(([Doubling], None), params, strict=True)
-    ]
-    assert texts[0] == texts[1]
-
-
-def test_what_a_processor_refuses_is_refused_before_anything_runs():
-    llm = LLM(device="cpu", kv_cache_memory=2**24, logits_processors=[f"{__name__}:Target"])
+def test_what_a_processor_refuses_and_extra_args_that_nobody_reads_are_refused_before_anything_runs():
+    llm = make(logits_processors=[f"{__name__}:Target"])
     with pytest.raises(InvalidValueError, match="prompt 1: Target refuses the parameters: target must be an integer"):
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(extra_args={"target": "x"})], use_tqdm=False)
     assert llm.engine.num_unfinished == 0
-
-
-def test_extra_args_that_nobody_reads_are_refused():
     with pytest.raises(InvalidValueError, match=r"nothing reads extra_args=\{'target': 5\}; leave it out"):
-        LLM(device="cpu", kv_cache_memory=2**24).generate("a", SamplingParams(extra_args={"target": 5}), use_tqdm=False)
+        make().generate("a", SamplingParams(extra_args={"target": 5}), use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        (Target, InvalidTypeError, r"list of classes with apply, is_argmax_invariant, .* SamplingParams\(logits_processors="),
-        ([lambda ids, logits: logits], InvalidTypeError, "each of logits_processors must be a class or its name"),
-        ([dict], InvalidTypeError, "must be a list of classes with apply, is_argmax_invariant, update_state"),
-        ([None], InvalidTypeError, "must be a list of classes"),
-        (["nowhere:Target"], InvalidValueError, "No module named 'nowhere'"),
-    ],
-)
-def test_what_is_no_class_of_that_interface_is_refused(given, error, words):
-    with pytest.raises(error, match=words):
-        LLM("no such model", logits_processors=given)
+REFUSED = [
+    (Target, InvalidTypeError, r"list of classes with apply, is_argmax_invariant, .* SamplingParams\(logits_processors="),
+    ([lambda ids, logits: logits], InvalidTypeError, "each of logits_processors must be a class or its name"),
+    ([dict], InvalidTypeError, "must be a list of classes with apply, is_argmax_invariant, update_state"),
+    ([None], InvalidTypeError, "must be a list of classes"),
+    (["nowhere:Target"], InvalidValueError, "No module named 'nowhere'"),
+]
 
 
-def test_drafts_are_refused():
+def test_what_is_no_class_of_that_interface_and_drafts_are_refused():
+    for wrong, error, words in REFUSED:
+        with pytest.raises(error, match=words):
+            LLM("no such model", logits_processors=wrong)
     with pytest.raises(UnsupportedError, match="speculative_config with logits_processors"):
         LLM("no such model", logits_processors=[Target], speculative_config={"method": "ngram"})
 
@@ -197,34 +174,31 @@ class Processor:
         return torch.tensor([len(arguments)])
 
 
-@pytest.mark.parametrize(
-    ("processor", "expected"),
-    [
-        (Processor(), [2, 6]),
-        (Processor().with_prompt, [3, 5, 6]),
-        (Processor.any_number, [3]),
-        (lambda output_ids, logits, scale=2: torch.tensor([2, scale]), [2, 2]),
-        (lambda prompt_ids, output_ids, logits, scale=2: torch.tensor([3, scale]), [3, 2]),
-        (functools.partial(lambda added, output_ids, logits: torch.tensor([2, added]), 7), [2, 7]),
-    ],
-)
-def test_a_processor_gets_the_arguments_that_its_signature_requires(processor, expected):
-    params = SamplingParams(logits_processors=[processor])
-    for one in (params, params.clone(), copy.copy(params)):
-        assert one.logits_processors[0]([5], [6], torch.zeros(9)).tolist() == expected
+SIGNATURES = [
+    (Processor(), [2, 6]),
+    (Processor().with_prompt, [3, 5, 6]),
+    (Processor.any_number, [3]),
+    (lambda output_ids, logits, scale=2: torch.tensor([2, scale]), [2, 2]),
+    (lambda prompt_ids, output_ids, logits, scale=2: torch.tensor([3, scale]), [3, 2]),
+    (functools.partial(lambda added, output_ids, logits: torch.tensor([2, added]), 7), [2, 7]),
+]
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
+def test_a_processor_gets_the_arguments_that_its_signature_requires():
+    for processor, expected in SIGNATURES:
+        params = SamplingParams(logits_processors=[processor])
+        for one in (params, params.clone(), copy.copy(params)):
+            assert one.logits_processors[0]([5], [6], torch.zeros(9)).tolist() == expected
+
+
+def test_a_processor_with_a_different_number_of_arguments_is_refused():
+    for processor in (
         lambda: None,
         lambda logits: logits,
         lambda a, b, c, d: d,
         lambda output_ids, logits, *, scale: logits,
         max,  # written in C, without a signature
         int,
-    ],
-)
-def test_a_processor_with_a_different_number_of_arguments_is_refused(processor):
-    with pytest.raises(InvalidTypeError, match=r"logits_processors must be a function \(prompt_ids, output_ids, logits\) -> "):
-        SamplingParams(logits_processors=[print, processor])
+    ):
+        with pytest.raises(InvalidTypeError, match=r"logits_processors must be a function \(prompt_ids, output_ids, logits\) "):
+            SamplingParams(logits_processors=[Processor(), processor])

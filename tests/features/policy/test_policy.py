@@ -11,14 +11,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation
-from nanoinfer.features.policy.functions import (
-    KernelFunction,
-    TrainedAttention,
-    TrainedLinear,
-    TrainedModule,
-    normalize,
-    rotate,
-)
+from nanoinfer.features.policy import functions
+from nanoinfer.features.policy.functions import KernelFunction, TrainedAttention, TrainedLinear, TrainedModule
 from nanoinfer.features.policy.policy import Policy
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -48,13 +42,13 @@ def linear(activation, *others, num=1, bias=True):
 
 
 def norm(module):
-    return TrainedModule(filled(module), normalize), [numbers(5, 16)], {}, [module]
+    return TrainedModule(filled(module), functions.normalize), [numbers(5, 16)], {}, [module]
 
 
 def rotation(has_norm):
     fused = FusedRotation(filled(RMSNorm(16, 1e-5)) if has_norm else None)
     cos, sin = numbers(5, 1, 8).repeat(1, 1, 2), numbers(5, 1, 8).repeat(1, 1, 2)
-    return TrainedModule(fused, rotate), [numbers(5, 3, 16), cos, sin], {}, [fused]
+    return TrainedModule(fused, functions.rotate), [numbers(5, 3, 16), cos, sin], {}, [fused]
 
 
 CASES = {
@@ -122,16 +116,21 @@ def test_gradients_are_those_of_the_model_file(tmp_path, family):
         assert torch.allclose(parameter.grad, other.grad, rtol=1e-2, atol=1e-4 * other.grad.abs().max()), name
 
 
+RATIOS = [
+    pytest.param(family, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
+    for i, family in enumerate(["gpt2", "qwen3", "qwen3_tied"])
+    for j, dtype in enumerate(["float32", "bfloat16"])
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_tied"])
+@pytest.mark.parametrize(("family", "dtype"), RATIOS)
 def test_the_ratio_is_exactly_one_under_load_and_after_each_step(tmp_path, family, dtype):
     path = str(tiny_models.save(family, tmp_path))
-    rng, policy = random.Random(0), Policy(path, dtype)
+    rng, policy, events = random.Random(0), Policy(path, dtype), 0
     settings = {"kv_cache_memory": 2**17, "max_model_len": 64, "chunk_size": 16, "max_num_batched_tokens": 48, "block_size": 4}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)  # which counts no version of a tensor
     with LLM(path, dtype=dtype, batch_invariant=True, **settings) as llm:
-        events = 0
         for version in range(2):
             outputs = ratio_under_load.sample(llm, rng, num_prompts=8, num_ids=96, longest=28)
             events += sum(one.num_cached_tokens + one.metrics.num_preemptions for one in outputs)
@@ -174,48 +173,25 @@ def test_models_without_all_gradients_are_refused(tmp_path):
         Policy(tiny_models.save("qwen3_moe", tmp_path / "experts"))
 
 
-REFUSED = {
-    "text": (["Once"], {}, InvalidTypeError, r"list of token ids, got 'Once'; a tokenizer encodes text"),
-    "no list": ([5, 6], {}, InvalidTypeError, r"list of token ids, got 5"),
-    "no integers": ([[5.0, 6.0]], {}, InvalidTypeError, r"list of token ids, got \[5\.0, 6\.0\]"),
-    "beyond the vocabulary": ([[5, 96]], {}, InvalidValueError, r"token ids are 0 \.\. 95, got \[5, 96\]"),
-    "negative": ([[5, -1]], {}, InvalidValueError, r"token ids are 0 \.\. 95"),
-    "too long": ([[5] * 5000], {}, InvalidValueError, r"at most \d+ tokens.*got 5000 tokens"),
-    "greedy": ([[5, 6]], {"temperature": 0}, InvalidValueError, r"temperature must be finite and > 0, got 0"),
-    "masks of others": ([[5, 6]], {"masks": []}, InvalidValueError, r"masks must be one per sequence, got 0 for 1"),
-    "no mask": (
-        [[5, 6]],
-        {"masks": [None]},
-        InvalidTypeError,
-        r"sampling_mask, got None; set return_sampling_mask",
-    ),
-    "a mask of text": (
-        [[5, 6]],
-        {"masks": [["a"]]},
-        InvalidTypeError,
-        r"entry of a mask must be a list of token ids, got 'a'",
-    ),
-    "a mask beyond the vocabulary": ([[5, 6]], {"masks": [[[-1]]]}, InvalidValueError, r"ids are 0 \.\. 95, got \[-1\]"),
-    "a mask of a longer answer": (
-        [[5, 6], [7, 8]],
-        {"masks": [[], [[8], [8]]]},
-        InvalidValueError,
-        r"got 2 tokens and a mask of 2",
-    ),
-}
+REFUSED = [
+    (["Once"], {}, InvalidTypeError, r"list of token ids, got 'Once'; a tokenizer encodes text"),
+    ([5, 6], {}, InvalidTypeError, r"list of token ids, got 5"),
+    ([[5.0, 6.0]], {}, InvalidTypeError, r"list of token ids, got \[5\.0, 6\.0\]"),
+    ([[5, 96]], {}, InvalidValueError, r"token ids are 0 \.\. 95, got \[5, 96\]"),
+    ([[5, -1]], {}, InvalidValueError, r"token ids are 0 \.\. 95"),
+    ([[5] * 5000], {}, InvalidValueError, r"at most \d+ tokens.*got 5000 tokens"),
+    ([[5, 6]], {"temperature": 0}, InvalidValueError, r"temperature must be finite and > 0, got 0"),
+    ([[5, 6]], {"masks": []}, InvalidValueError, r"masks must be one per sequence, got 0 for 1"),
+    ([[5, 6]], {"masks": [None]}, InvalidTypeError, r"sampling_mask, got None; set return_sampling_mask"),
+    ([[5, 6]], {"masks": [["a"]]}, InvalidTypeError, r"entry of a mask must be a list of token ids, got 'a'"),
+    ([[5, 6]], {"masks": [[[-1]]]}, InvalidValueError, r"ids are 0 \.\. 95, got \[-1\]"),
+    ([[5, 6], [7, 8]], {"masks": [[], [[8], [8]]]}, InvalidValueError, r"got 2 tokens and a mask of 2"),
+]
 
 
-@pytest.fixture(scope="module")
-def small_policy(tmp_path_factory):
-    return Policy(tiny_models.save("qwen3_tied", tmp_path_factory.mktemp("small")), "float32")
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_sequences_that_would_give_other_numbers_are_refused(small_policy, case):
-    sequences, more, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        small_policy(sequences, **more)
-
-
-def test_a_tensor_of_ids_is_a_sequence(small_policy):
+def test_sequences_that_would_give_other_numbers_are_refused_and_a_tensor_of_ids_is_a_sequence(tmp_path):
+    small_policy = Policy(tiny_models.save("qwen3_tied", tmp_path), "float32")
     assert torch.equal(small_policy([torch.tensor([5, 6, 7])])[0], small_policy([[5, 6, 7]])[0])
+    for sequences, more, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            small_policy(sequences, **more)

@@ -18,26 +18,7 @@ from nanoinfer import LLM, BeamSearchParams, Recorder, SamplingParams
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution import local_executor
 from nanoinfer.features import tracing
-from nanoinfer.features.tracing import (
-    BatchBuilt,
-    BlockCopied,
-    BlockEvicted,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksForked,
-    BlocksFreed,
-    BlocksShared,
-    EngineStarted,
-    RequestAdded,
-    RequestFinished,
-    StageApplied,
-    StepScheduled,
-    StepTimed,
-    TokenAppended,
-    TokenDrawn,
-    TracingObserver,
-    stage_trace,
-)
+from nanoinfer.features.tracing import StageApplied, StepScheduled, TokenAppended, TokenDrawn, stage_trace
 from nanoinfer.features.tracing.stage_trace import TracingSampler
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.sampler import Sampler
@@ -95,21 +76,21 @@ class Replay:
 
     def emit(self, event):
         match event:
-            case BlocksShared(sequence_id, blocks):
+            case tracing.BlocksShared(sequence_id, blocks):
                 self.tables[sequence_id] = list(blocks)
-            case BlocksAllocated(sequence_id, blocks):
+            case tracing.BlocksAllocated(sequence_id, blocks):
                 self.tables.setdefault(sequence_id, []).extend(blocks)
-            case BlocksForked(parent_id, sequence_id, blocks):
+            case tracing.BlocksForked(parent_id, sequence_id, blocks):
                 assert list(blocks) == self.tables[parent_id]
                 self.tables[sequence_id] = list(blocks)
-            case BlockCopied(sequence_id, source, target):
+            case tracing.BlockCopied(sequence_id, source, target):
                 table = self.tables[sequence_id]
                 table[table.index(source)] = target
-            case BlocksFreed(sequence_id, blocks):
+            case tracing.BlocksFreed(sequence_id, blocks):
                 assert self.tables.pop(sequence_id) == list(blocks)
-            case BlocksCached(_, blocks):
+            case tracing.BlocksCached(_, blocks):
                 self.cached |= set(blocks)
-            case BlockEvicted(block):
+            case tracing.BlockEvicted(block):
                 self.cached.remove(block)
 
 
@@ -154,22 +135,21 @@ def test_beams_have_ids_of_their_own_and_release_all_blocks():
     for tracer in (replay, recorder):
         llm_with(tracer).beam_search([PREFIX, "Lily was"], BeamSearchParams(beam_width=3, max_tokens=10))
     assert replay.tables == {}
-    parents = {event.sequence_id: event.parent_id for event in recorder.of(BlocksForked)}
-    assert len(parents) == len(recorder.of(BlocksForked)) > 20
+    parents = {event.sequence_id: event.parent_id for event in recorder.of(tracing.BlocksForked)}
+    assert len(parents) == len(recorder.of(tracing.BlocksForked)) > 20
     assert {name.split(".")[0] for name in parents} == {"beam0", "beam1"}
-    computed = {name.split(".")[0] for event in recorder.of(BatchBuilt) for name in event.sequence_ids}
+    computed = {name.split(".")[0] for event in recorder.of(tracing.BatchBuilt) for name in event.sequence_ids}
     assert computed == {"beam0", "beam1"}
 
 
 def test_batch_built_has_every_tokens_id_position_and_slot(recorded):
     """Slots follow from the replayed block tables, positions from the lengths, ids from the prompts and the drawn tokens."""
     recorder, _ = recorded
-    replay, known = Replay(), {}
-    block_size = recorder.of(EngineStarted)[0].block_size
-    num_tokens = 0
+    replay, known, num_tokens = Replay(), {}, 0
+    block_size = recorder.of(tracing.EngineStarted)[0].block_size
     for event in recorder.events:
         replay.emit(event)
-        if isinstance(event, RequestAdded):
+        if isinstance(event, tracing.RequestAdded):
             assert "".join(event.tokens) in PROMPTS
             for index in range(3):
                 name = f"{event.request_id}.{index}" if index else event.request_id
@@ -177,7 +157,7 @@ def test_batch_built_has_every_tokens_id_position_and_slot(recorded):
         elif isinstance(event, TokenAppended):
             assert event.position == len(known[event.sequence_id])
             known[event.sequence_id].append(event.token_id)
-        elif isinstance(event, BatchBuilt):
+        elif isinstance(event, tracing.BatchBuilt):
             for i, name in enumerate(event.sequence_ids):
                 packed = slice(event.query_start_loc[i], event.query_start_loc[i + 1])
                 positions = event.positions[packed]
@@ -188,12 +168,10 @@ def test_batch_built_has_every_tokens_id_position_and_slot(recorded):
                 assert event.slot_mapping[packed] == slots
                 num_tokens += len(positions)
     assert num_tokens > 200
-
-
-def test_steps_are_counted_and_each_is_timed(recorded):
-    recorder, _ = recorded
-    steps = recorder.of(StepScheduled)
-    assert [event.step for event in steps] == list(range(len(steps))) == [event.step for event in recorder.of(StepTimed)]
+    steps = recorder.of(StepScheduled)  # each is counted, and timed
+    assert (
+        [event.step for event in steps] == list(range(len(steps))) == [event.step for event in recorder.of(tracing.StepTimed)]
+    )
     assert all(set(event.sequence_ids) <= set(event.running) for event in steps)
     assert any(event.preempted for event in steps)
 
@@ -224,7 +202,7 @@ def test_the_beginning_of_a_stop_string_is_reported_as_held():
 
 def test_u_is_in_the_interval_of_the_drawn_token(recorded):
     recorder, _ = recorded
-    greedy = {event.request_id for event in recorder.of(RequestAdded) if event.params.get("temperature") == 0}
+    greedy = {event.request_id for event in recorder.of(tracing.RequestAdded) if event.params.get("temperature") == 0}
     appended = {(event.sequence_id, event.position, event.token_id) for event in recorder.of(TokenAppended)}
     for event in recorder.of(TokenDrawn):
         assert (event.sequence_id, event.position, event.token_id) in appended
@@ -260,7 +238,7 @@ def test_a_rows_stages_follow_each_other_from_the_model_to_the_draw(recorded):
 
 def test_stage_applied_and_token_drawn_equal_a_case_worked_out_by_hand():
     """p = [.5, .25, .25, 0]. Then the first is halved and the third dropped: [.5, .5, 0, 0]."""
-    observer = TracingObserver(recorder := Recorder(), 4)
+    observer = tracing.TracingObserver(recorder := Recorder(), 4)
     seq = Sequence("7", [1, 2, 3], SamplingParams(), seed=0, max_num_tokens=9)
     observer.launched = StepPlan((ScheduledSequence(seq, 3),), rows=((seq, 2),))
     watch, p = TracingSampler(Sampler(), observer), torch.tensor([[0.5, 0.25, 0.25, 0.0]])
@@ -278,18 +256,6 @@ def test_stage_applied_and_token_drawn_equal_a_case_worked_out_by_hand():
         assert [one.after for one in event.candidates] == pytest.approx(after)
     assert (drawn.sequence_id, drawn.position, drawn.token_id, drawn.u, drawn.low, drawn.high) == ("7", 3, 1, 0.6, 0.5, 1.0)
     assert [(part.token_id, part.low, part.high) for part in drawn.intervals] == [(0, 0.0, 0.5), (1, 0.5, 1.0)]
-
-
-def test_a_row_with_no_tokens_left_has_stages_and_no_draw():
-    nothing = SamplingParams(logits_processors=[lambda prompt, output, logits: torch.full_like(logits, -torch.inf)])
-    recorder, outputs = run(["Lily", "Lily"], [nothing, SamplingParams(seed=1, max_tokens=2)], stages=True)
-    assert [one.outputs[0].finish_reason for one in outputs] == ["error", "length"]
-    last = [event for event in recorder.of(StageApplied) if event.sequence_id == "0"][-1]
-    assert (last.stage, last.num_left, last.entropy) == ("apply_logits_processors", 0, 0)
-    assert all(one.after == 0 for one in last.candidates)
-    assert {event.sequence_id for event in recorder.of(TokenDrawn)} == {"1"}
-    reasons = {event.request_id: event.finish_reasons for event in recorder.of(RequestFinished)}
-    assert reasons == {"0": ("error",), "1": ("length",)}
 
 
 def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
@@ -310,7 +276,7 @@ def test_the_cost_of_recording_stages_is_in_no_phase(monkeypatch):
     monkeypatch.setattr(TracingSampler, "_candidates", slow_candidates)
     llm.generate(["Lily", "Tom"], params, use_tqdm=False)
     stages = Counter(event.position for event in recorder.of(StageApplied))
-    for timed, num_stages in zip(recorder.of(StepTimed), stages.values(), strict=True):
+    for timed, num_stages in zip(recorder.of(tracing.StepTimed), stages.values(), strict=True):
         assert (timed.trace, timed.sample) == (100 * num_stages, 0)
 
 
@@ -319,7 +285,7 @@ def test_a_notebook_gets_the_page_or_a_sentence_or_nothing(monkeypatch, tmp_path
     with pytest.raises(InvalidValueError, match="there is no step of generate"):
         Recorder().to_html(tmp_path / "page.html")
     recorder, _ = run('It\'s <b>"5 &amp; 6"</b></iframe>', SamplingParams(max_tokens=2))
-    assert [timed.trace for timed in recorder.of(StepTimed)] == [0, 0]  # without stages, recording them costs nothing
+    assert [timed.trace for timed in recorder.of(tracing.StepTimed)] == [0, 0]  # without stages, recording them costs nothing
     frames = []
     parser = HTMLParser(convert_charrefs=True)
     parser.handle_starttag = lambda tag, attributes: frames.append((tag, dict(attributes)))
@@ -334,15 +300,6 @@ def test_a_notebook_gets_the_page_or_a_sentence_or_nothing(monkeypatch, tmp_path
         assert 'recorder.to_html("trace.html")' in recorder._repr_html_()
 
 
-def test_engine_started_is_emitted_when_the_engine_is_constructed():
-    recorder = Recorder()
-    llm = LLM("tiny-gpt2", tracer=recorder, block_size=16, max_num_seqs=7)
-    [event] = recorder.events
-    assert (event.model, event.num_parameters, event.dtype, event.device) == ("tiny-gpt2", 1_109_632, "float32", "cpu")
-    assert (event.vocab_size, event.block_size, event.max_num_seqs) == (1959, 16, 7)
-    assert event.num_blocks == llm.engine.block_manager.num_blocks
-
-
 def test_only_the_last_llm_that_took_a_recorder_is_shown_and_kept(tmp_path):
     recorder = Recorder()
     for prompt in ("Lily", "Once upon"):
@@ -352,13 +309,18 @@ def test_only_the_last_llm_that_took_a_recorder_is_shown_and_kept(tmp_path):
     assert page.count('"event":"EngineStarted"') == page.count('"event":"RequestAdded"') == 1
     assert '"prompt":"Once upon"' in page
     recorder.clear()
-    assert [type(event) for event in recorder.events] == [EngineStarted]
+    assert [type(event) for event in recorder.events] == [tracing.EngineStarted]
 
 
-def test_tokens_that_only_the_device_knows_are_minus_one():
-    llm = LLM(tracer=(recorder := Recorder()), async_scheduling=True)
+def test_the_engine_is_reported_when_it_starts_and_tokens_that_only_the_device_knows_are_minus_one():
+    recorder = Recorder()
+    llm = LLM("tiny-gpt2", tracer=recorder, block_size=16, max_num_seqs=7, async_scheduling=True)
+    [event] = recorder.events
+    assert (event.model, event.num_parameters, event.dtype, event.device) == ("tiny-gpt2", 1_109_632, "float32", "cpu")
+    assert (event.vocab_size, event.block_size, event.max_num_seqs) == (1959, 16, 7)
+    assert event.num_blocks == llm.engine.block_manager.num_blocks
     llm.generate("Lily was", SamplingParams(max_tokens=5, ignore_eos=True, seed=1), use_tqdm=False)
-    prompt, *others = [event.input_ids for event in recorder.of(BatchBuilt)]
+    prompt, *others = [event.input_ids for event in recorder.of(tracing.BatchBuilt)]
     assert prompt == tuple(llm.get_tokenizer().encode("Lily was"))
     assert others == [(-1,)] * 4
 
@@ -376,7 +338,7 @@ def test_every_preemption_is_reported(qwen3_path):
     assert sum(len(event.preempted) for event in recorder.of(StepScheduled)) == num_counted > 10
 
 
-def test_each_answer_of_several_has_its_own_end():
+def test_an_answer_with_no_tokens_left_has_stages_and_no_draw_and_an_end_of_its_own():
     """Only the second answer's processor masks every token."""
 
     def second_fails(prompt_ids, output_ids, logits):
@@ -386,20 +348,24 @@ def test_each_answer_of_several_has_its_own_end():
     _, [output] = run(prompt, SamplingParams(**params))
     first, second = (answer.token_ids[0] for answer in output.outputs)
     assert first != second
-    recorder, _ = run(prompt, SamplingParams(**params, logits_processors=[second_fails]))
-    assert recorder.of(RequestFinished)[0].finish_reasons == ("length", "error")
+    recorder, _ = run(prompt, SamplingParams(**params, logits_processors=[second_fails]), stages=True)
+    assert recorder.of(tracing.RequestFinished)[0].finish_reasons == ("length", "error")
+    last = [event for event in recorder.of(StageApplied) if event.sequence_id == "0.1"][-1]
+    assert (last.stage, last.num_left, last.entropy) == ("apply_logits_processors", 0, 0)
+    assert all(one.after == 0 for one in last.candidates)
+    assert Counter(event.sequence_id for event in recorder.of(TokenDrawn)) == {"0": 6, "0.1": 3}
 
 
 def test_events_that_a_tracer_causes_are_emitted_in_order():
     class Meddler(Recorder):
         def emit(self, event):
             super().emit(event)
-            if event == RequestFinished("0", ("abort",), 0):
+            if event == tracing.RequestFinished("0", ("abort",), 0):
                 llm.engine.abort("2")
 
     llm = LLM(tracer=(recorder := Meddler()), kv_cache_memory=2**22)
     for _ in range(3):
         llm.engine.add_request([1, 2, 3], SamplingParams())
     llm.engine.abort("0", "1")
-    assert [event.request_id for event in recorder.of(RequestFinished)] == ["0", "1", "2"]
+    assert [event.request_id for event in recorder.of(tracing.RequestFinished)] == ["0", "1", "2"]
     assert_nothing_is_left(llm)

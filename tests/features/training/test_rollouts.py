@@ -70,37 +70,25 @@ def addresses(llm):
     return [tensor.data_ptr() for tensor in weights.tensors()]
 
 
-def assert_updates_take_no_memory(llm, first, second, wanted):
-    """Replace the weights of the first checkpoint four times in a row, and compare the answers each time."""
-    before, num_bytes = addresses(llm), []
-    for i, path in enumerate([second, first] * 2):
-        assert llm.update_weights(tensors_of(path).items()) == i + 1
-        assert answers(llm) == wanted[1 - i % 2]
-        assert addresses(llm) == before
-        if i in (1, 3):
-            gc.collect()
-            num_bytes.append(sum(one.nbytes for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)))
-    assert num_bytes[0] == num_bytes[1], "no tensor is kept"
+UPDATED = [("gpt2", "float32"), ("qwen3_tied", "bfloat16"), ("qwen3_5", "float32"), ("gpt_oss_window", "bfloat16")]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        *(("gpt2", "float32"), ("qwen3_tied", "bfloat16"), ("qwen3_5", "float32"), ("gpt_oss_window", "bfloat16")),
-        *(
-            pytest.param(family, dtype, marks=pytest.mark.long)
-            for family, dtype in (("qwen3_moe", "float32"), ("gpt2_untied", "bfloat16"), ("gpt_oss_window", "float32"))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype"), [*UPDATED, pytest.param("qwen3_moe", "float32", marks=pytest.mark.long)])
 def test_updates_give_the_bits_of_a_fresh_engine_in_the_same_memory(checkpoints, family, dtype):
     first, second = checkpoints(family)
     wanted = [fresh_answers(path, dtype=dtype) for path in (first, second)]
     assert wanted[0] != wanted[1]
     with load(first, dtype=dtype) as llm:
-        assert_updates_take_no_memory(llm, first, second, wanted)
+        before, num_bytes = addresses(llm), []
+        for i, path in enumerate([second, first] * 2):
+            assert llm.update_weights(tensors_of(path).items()) == i + 1
+            assert answers(llm) == wanted[1 - i % 2]
+            assert addresses(llm) == before
+            gc.collect()
+            num_bytes.append(sum(one.nbytes for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)))
+        assert num_bytes[1] == num_bytes[3], "no tensor is kept"
 
 
 @pytest.mark.slow
@@ -140,15 +128,19 @@ def test_after_an_update_that_failed_halfway_no_request_is_answered_until_all_we
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
-def test_some_weights_alone_are_replaced(checkpoints, tmp_path, qwen3):
+def test_some_weights_alone_or_all_of_a_folder_are_replaced_and_outputs_name_the_version(checkpoints, tmp_path, qwen3):
     first, second = checkpoints("qwen3")
     shutil.copytree(first, tmp_path / "mixed")
+    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 0
     names = ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
     new = {name: tensors_of(second)[name] for name in names}
     save_file(tensors_of(first) | new, tmp_path / "mixed" / "model.safetensors", metadata={"format": "pt"})
     qwen3.update_weights([(name.removeprefix("model."), new[name]) for name in names[1:]])
-    qwen3.update_weights([(names[0], new[names[0]])])
+    assert qwen3.update_weights([(names[0], new[names[0]])]) == 2
     assert answers(qwen3) == fresh_answers(tmp_path / "mixed") != fresh_answers(first)
+    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 2
+    assert qwen3.update_weights_from_path(str(second)) == 3
+    assert answers(qwen3) == fresh_answers(second)
 
 
 def test_a_module_of_transformers_in_another_dtype_updates_the_textbook_model(checkpoints):
@@ -156,14 +148,6 @@ def test_a_module_of_transformers_in_another_dtype_updates_the_textbook_model(ch
     with load(checkpoints("gpt2")[0], enforce_eager=True) as llm:
         llm.update_weights(tiny_models.build("gpt2", 2).double().state_dict().items())
         assert answers(llm) == fresh_answers(second, enforce_eager=True)
-
-
-@pytest.mark.slow
-def test_a_folder_updates_all_weights_and_outputs_say_which_version_answered(checkpoints, qwen3):
-    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 0
-    assert qwen3.update_weights_from_path(str(checkpoints("qwen3")[1])) == 1
-    assert answers(qwen3) == fresh_answers(checkpoints("qwen3")[1])
-    assert qwen3.generate([1, 2], PARAMS, use_tqdm=False)[0].weights_version == 1
 
 
 @pytest.mark.slow
@@ -218,18 +202,20 @@ def test_weights_that_cannot_be_replaced_are_refused_with_a_hint(tmp_path):
         llm.update_weights([])
 
 
-def test_requests_that_run_keep_the_weights_until_a_pause_ends_them(qwen3):
+def test_requests_that_run_keep_weights_and_memory_until_a_pause_ends_them(qwen3):
     stream = qwen3.stream([1, 2, 3], PARAMS)
     first = next(stream)
     with pytest.raises(NanoinferError, match=r"1 requests run.*pause\(mode='wait'\)"):
         qwen3.update_weights([])
+    with pytest.raises(NanoinferError, match=r"1 requests run; wait for their end, or call pause\(\) first"):
+        qwen3.sleep()
     qwen3.pause()
     assert qwen3.update_weights([]) == 1
     for start in (lambda: qwen3.generate([1], PARAMS), lambda: qwen3.beam_search([1], BeamSearchParams(beam_width=2))):
         with pytest.raises(NanoinferError, match=r"call resume\(\) first"):
             start()
     rest = list(stream)
-    assert [first.token_ids, len(rest), rest[-1].finish_reason] == [first.token_ids, 4, "length"]
+    assert (len(first.token_ids), len(rest), rest[-1].finish_reason) == (1, 4, "length")
     qwen3.resume()
     stream = qwen3.stream([1, 2, 3], PARAMS)
     next(stream)
@@ -237,6 +223,10 @@ def test_requests_that_run_keep_the_weights_until_a_pause_ends_them(qwen3):
     assert [delta.finish_reason for delta in stream] == ["abort"]
     with pytest.raises(InvalidValueError, match="mode must be 'wait' or 'abort', got 'keep'"):
         qwen3.pause("keep")
+    with pytest.raises(InvalidValueError, match="level must be 1 or 2, got 3"):
+        qwen3.sleep(3)
+    with pytest.raises(InvalidValueError, match="'weights' and 'kv_cache'"):
+        qwen3.wake_up(["cache"])
     qwen3.resume()
     assert len(qwen3.generate([1], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 5
     assert_nothing_is_left(qwen3)
@@ -305,18 +295,6 @@ def test_sleep_gives_the_memory_of_a_drafter_back_too(method, tmp_path):
         assert answers(llm) == wanted
 
 
-def test_a_level_or_a_tag_that_does_not_exist_is_refused_and_requests_that_run_are_kept(qwen3):
-    with pytest.raises(InvalidValueError, match="level must be 1 or 2, got 3"):
-        qwen3.sleep(3)
-    with pytest.raises(InvalidValueError, match="'weights' and 'kv_cache'"):
-        qwen3.wake_up(["cache"])
-    stream = qwen3.stream([1, 2, 3], PARAMS)
-    next(stream)
-    with pytest.raises(NanoinferError, match=r"1 requests run; wait for their end, or call pause\(\) first"):
-        qwen3.sleep()
-    assert len(list(stream)) == 4
-
-
 # ---- log-probabilities
 
 
@@ -329,20 +307,12 @@ def sampled(output):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("family", "mode", "temperature", "dtype"),
-    [
-        ("qwen3", "raw", 1.0, "float32"),
-        ("qwen3", "processed", 0.7, "bfloat16"),
-        ("qwen3_5", "raw", 1.0, "bfloat16"),
-        ("gemma3_window", "raw", 1.0, "float32"),
-        *(
-            pytest.param(family, "raw", 1.0, dtype, marks=pytest.mark.long)
-            for family, dtype in (("qwen3", "bfloat16"), ("qwen3_5", "float32"), ("qwen3_window", "bfloat16"))
-        ),
-    ],
+    ("family", "mode", "temperature"),
+    [("qwen3", "raw", 1.0), ("qwen3", "processed", 0.7), ("qwen3_5", "raw", 1.0), ("gemma3_window", "raw", 1.0)],
 )
-def test_log_probabilities_have_the_bits_of_the_sampled_ones(checkpoints, family, mode, temperature, dtype):
+def test_log_probabilities_have_the_bits_of_the_sampled_ones(checkpoints, family, dtype, mode, temperature):
     rng = random.Random(0)
     prompts = [[rng.randrange(96) for _ in range(rng.randrange(1, 60))] for _ in range(8)]
     settings = {"chunk_size": 16, "max_num_batched_tokens": 48, "kv_cache_memory": 2**17, "max_model_len": 80}
