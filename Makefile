@@ -22,7 +22,7 @@ version_of = $(shell $(1) -c "import platform; print(platform.python_version())"
 is_other = $(and $(filter-out file,$(origin PYTHON)),$(filter-out $(call version_of,$(PYTHON)),$(call version_of,$(1)/$(PROGRAMS)/python)))
 OTHERS := $(foreach venv,$(VENVS),$(if $(call is_other,$(venv)),$(venv)/installed))
 
-.PHONY: demo one-file test check test-lowest smoke-lowest test-newest test-trl test-ray test-clients test-real coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
+.PHONY: demo one-file test check test-long test-lowest smoke-lowest test-newest test-trl test-ray test-clients test-real coverage golden sanitize lint notebooks docs wheel gpu clean $(OTHERS)
 
 demo: .venv/installed
 	$(BIN)/nanoinfer generate "Once upon a time" --echo --seed 1
@@ -36,6 +36,7 @@ demo: .venv/installed
 # The engine in one file, from the package's source. A test fails while the file is older than the source.
 one-file: .venv/installed-test
 	$(BIN)/python -m nanoinfer_course.learn.export one_file/engine.py
+	$(BIN)/python docs/one_file.py
 
 # The lint runs beside the tests, and says at the end what it found. python -m tests.seconds shows where the time went.
 test: .venv/installed-test
@@ -48,6 +49,10 @@ test: .venv/installed-test
 check: .venv/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+# The tests that take minutes, and all notebooks and examples, at night in .github/workflows/verify.yml: TESTS names some of them.
+test-long: .venv/installed-test
+	$(BIN)/python -m pytest -n auto --dist worksteal -m long $(TESTS)
 
 # The tests with the oldest dependencies that the extra test allows. Triton 3.6's interpreter warns with numpy 1.25 and newer.
 test-lowest: .venv-lowest/installed-test

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import nanoinfer.llm
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
+from nanoinfer.cli.chat_session import PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
 from nanoinfer.cli.options import EngineOptions, check_chat_template
 from nanoinfer.errors import NanoinferError
@@ -218,14 +218,6 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(session, message, words):
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert (session.params, said(session)) == (before, [])
-
-
-def test_help_lists_every_command(session, capsys):
-    session.handle("/help")
-    shown = capsys.readouterr()
-    assert [name for name in COMMANDS if f"/{name}" not in shown.err] == []
-    assert max(map(len, shown.err.splitlines())) <= 80
-    assert shown.out == ""
 
 
 def test_set_lists_every_parameter_and_default_takes_one_back(session, capsys):

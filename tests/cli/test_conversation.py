@@ -50,15 +50,6 @@ def test_what_is_left_out_stays_left_out_only_if_the_turn_is_kept():
     assert (len(prompt["prompt_token_ids"]), num_dropped) == (22, 0)
 
 
-def test_a_question_that_does_not_fit_leaves_out_everything_else_and_is_rendered():
-    talk = conversation(system="S")
-    talk.add("a", "a", 0)
-    prompt, num_dropped = talk.render("b " * 50)
-    assert (len(prompt["prompt_token_ids"]), num_dropped) == (51, 2)  # the engine refuses it
-    talk.num_dropped = 2
-    assert talk.render("b " * 50)[1] == 2
-
-
 def test_a_saved_conversation_is_loaded_again(tmp_path):
     path = tmp_path / "talk.json"
     talk, other = conversation(system="Sé"), conversation()
@@ -96,8 +87,3 @@ def test_a_file_that_is_no_conversation_is_one_sentence_and_changes_nothing(tmp_
         with pytest.raises(NanoinferError, match=words):
             talk.load(path)
         assert (talk.system, len(talk.messages)) == ("S", 2)
-
-
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
-    with pytest.raises(NanoinferError, match=r"cannot write .* give another path"):
-        conversation().save(tmp_path)  # a folder

@@ -50,21 +50,15 @@ def test_models_of_the_cache_are_listed_with_the_reason_why_one_cannot_be_loaded
     assert found["someone/falcon"].architecture == "FalconForCausalLM"
     assert found["someone/falcon"].unsupported_reason == "architectures ['FalconForCausalLM'] are not supported"
     assert found["someone/tokenizer-only"].unsupported_reason == "config.json does not exist"
+    listed = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert listed == [asdict(model) for model in found.values()]
     monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(app, ["models"])
     assert (result.exit_code, result.stderr) == (0, "")
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
     assert [name for name in found if name not in result.stdout] == []
     assert "someone/falcon: architectures ['FalconForCausalLM'] are not supported" in result.stdout
-
-
-def test_json_has_what_the_table_has(cache):
-    listed = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
-    assert listed == [asdict(model) for model in inspect.installed_models()]
-    table = CliRunner().invoke(app, ["models"]).stdout.splitlines()
-    assert [line for line in table if line != line.rstrip()] == []
-
-
-def test_without_a_cache_the_bundled_models_are_listed(monkeypatch, tmp_path):
-    monkeypatch.setattr(inspect, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, tmp_path / "none"))
+    monkeypatch.setattr(inspect, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, cache / "none"))
     assert [model.name for model in inspect.installed_models()] == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]

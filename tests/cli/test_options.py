@@ -60,12 +60,6 @@ def test_a_command_gets_its_group_from_the_options_of_its_fields():
     assert run("--y", "5", "--name", "b", "--z", "7") == [("b", Point(x=1, y=5), 7)]
 
 
-def test_the_options_are_in_the_order_of_the_declaration():
-    text = run("--help")
-    places = [text.index(option) for option in ("--name", "--x", "--y", "--z")]
-    assert places == sorted(places)
-
-
 def test_the_groups_have_the_names_of_what_they_are_passed_to():
     assert names(EngineOptions) - {"threads", "imports"} <= set(signature(LLM.__init__).parameters)  # the process's own
     assert set(option_names(SamplingParams)) < names(SamplingParams)

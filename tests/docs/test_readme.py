@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from nanoinfer import LLM, Recorder, SamplingParams
 from nanoinfer.cli.main import app
 from nanoinfer.features.tracing import TokenDrawn
-from tests.helpers import forked
 from tools import address
 
 README = Path(__file__).parents[2] / "README.md"
@@ -92,8 +91,7 @@ def test_the_commands_of_readme_run_in_a_clone_in_their_order(clone, monkeypatch
                 assert ("What to look at" in result.output) == ("explain" in command)
     assert (clone / "trace.html").exists()
     [command] = re.findall(r"`python (\S+) [^`]+`", text)
-    engine = forked.run_script(clone / command, "Once upon a time", cwd=clone)
-    assert (engine.returncode, len(engine.stdout) > 20) == (0, True), engine.stderr
+    assert (clone / command).exists()  # tests/one_file/test_alone.py runs it
     assert len(ran) == 5, ran
 
 

@@ -166,18 +166,6 @@ def test_batch_invariant_gives_the_same_bits_after_a_prefix_hit_and_after_preemp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_batch_invariant_tells_the_same_tokens_as_without(path_of, family):
-    rng = random.Random(3)
-    prompts = [ids(rng, rng.randrange(1, 80)) for _ in range(12)]
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, detokenize=False)
-    settings = {"dtype": "float32", "chunk_size": 16, "block_size": 8, "kv_cache_memory": 200_000}
-    llms = [LLM(path_of(family), batch_invariant=on, **settings) for on in (True, False)]
-    answers = [[output.outputs[0].token_ids for output in llm.generate(prompts, params, False)] for llm in llms]
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "backend"),
     cases(

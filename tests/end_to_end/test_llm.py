@@ -521,14 +521,6 @@ def test_a_reset_prefix_cache_is_empty_and_harms_no_running_request(qwen3_path):
     assert_nothing_is_left(llm)
 
 
-def test_beams_have_vllms_names_too(llm):
-    [output] = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=2, max_tokens=4))
-    for beam in output.sequences:
-        assert beam.tokens == output.prompt_token_ids + beam.token_ids
-        assert beam.cum_logprob == beam.cumulative_logprob
-    assert output.sequences[0].cum_logprob >= output.sequences[1].cum_logprob  # of one length: the best first
-
-
 def test_requests_share_prefixes_only_with_those_of_the_same_salt(qwen3_path):
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
     prompts = [{"prompt_token_ids": list(range(1, 11))} | salt for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})]
@@ -659,19 +651,6 @@ def test_an_llm_is_closed_although_its_tracer_fails(qwen3_path):
 # ---- parameters are checked once
 
 
-def test_a_request_checks_its_params_no_second_time(llm, monkeypatch):
-    llm.get_default_sampling_params()
-    num_checks, check = [], SamplingParams.__post_init__
-    monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: num_checks.append(1) or check(self))
-    params = SamplingParams(temperature=0, max_tokens=3, logit_bias={5: 1.0}, n=1)
-    assert len(num_checks) == 1
-    generate(llm, ["Once", "Lily"], params)
-    list(llm.stream("Once", params))
-    llm.chat(LILY, params, use_tqdm=False)
-    llm.generate("Once", use_tqdm=False)
-    assert len(num_checks) == 1
-
-
 @pytest.mark.parametrize(("value", "message"), [(1000.0, "must be in .-100, 100."), ("x", "must be a number")])
 def test_a_dict_that_was_changed_in_place_is_checked_with_the_request(llm, value, message):
     params = SamplingParams(temperature=0, max_tokens=3, logit_bias={5: 1.0})
@@ -727,17 +706,6 @@ def test_without_a_seed_one_is_drawn_and_logged_so_that_the_run_can_be_repeated(
     assert [first, second] == repeated
     assert len([record for record in caplog.records if record.levelno == logging.INFO]) == 2  # a seed that was given is not
     assert f"seed={seeds[0]})" in repr(llms[0])
-
-
-def test_a_requests_seed_gives_its_tokens_alone_and_in_any_batch(ids_llm):
-    seeded = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=3)
-    alone = answer(ids_llm, [1, 2, 3], seeded).token_ids
-    prompts = [[i] * (i % 7 + 1) for i in range(1, 12)]
-    outputs = generate(ids_llm, [*prompts, [1, 2, 3], *prompts], [HOT] * 11 + [seeded] + [HOT] * 11)
-    assert outputs[11].outputs[0].token_ids == alone
-    other = SamplingParams(temperature=100, max_tokens=16, detokenize=False, seed=4)
-    assert answer(ids_llm, [1, 2, 3], other).token_ids != alone
-    assert max(alone) < tiny_models.VOCAB_SIZE
 
 
 def test_a_second_ctrl_c_waits_until_everything_is_freed(qwen3_path, monkeypatch):
@@ -812,6 +780,8 @@ def test_four_threads_at_every_entry_point_are_served_or_refused_and_leave_nothi
 
     def work(first):
         for i in range(first, first + num_calls):
+            if unexpected:
+                return
             try:
                 entry_points[i % len(entry_points)]()
                 num_served[i % len(entry_points)] += 1
@@ -843,25 +813,6 @@ def test_a_prompt_that_fails_leaves_nothing_behind_that_others_could_meet(backen
         assert (failed.finish_reason, failed.token_ids) == ("error", [])
         assert [answer(llm, prompt, IDS).token_ids for prompt in good] == expected
     assert_nothing_is_left(llm)
-
-
-def test_several_threads_are_told_that_one_at_a_time_may_use_it(ids_llm, monkeypatch):
-    forward, told = ids_llm.engine.executor.runner.forward, []
-
-    def meanwhile(batch):
-        def use_it():
-            with pytest.raises(NanoinferError, match="one thread at a time"):
-                ids_llm.engine.step()
-            told.append(True)
-
-        thread = threading.Thread(target=use_it)
-        thread.start()
-        thread.join()
-        return forward(batch)
-
-    monkeypatch.setattr(ids_llm.engine.executor.runner, "forward", meanwhile)
-    assert answer(ids_llm, [1, 2], IDS).finish_reason == "length"
-    assert told
 
 
 def test_without_chunked_prefill_a_prompt_is_computed_in_one_step():

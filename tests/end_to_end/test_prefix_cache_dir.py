@@ -154,14 +154,6 @@ def test_weights_behind_the_last_keys_count_too(load, tmp_path, settings):
             assert answer(llm)[1] == num_found
 
 
-def test_a_salt_separates_tenants_over_a_restart(load):
-    with load() as llm:
-        answer(llm, cache_salt="a")
-    with load() as llm:
-        assert [answer(llm, cache_salt=salt)[1] for salt in ("b", "a")] == [0, 40]
-        assert answer(llm)[1] == 0
-
-
 def test_an_adapter_finds_its_own_prefixes_over_a_restart(load, paths, tmp_path):
     shapes, requests = linear_shapes(paths[0]), []
     for seed in (1, 2):

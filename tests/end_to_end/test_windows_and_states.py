@@ -211,15 +211,6 @@ def test_answers_are_the_same_where_slots_run_out(path):
     tiny_models.assert_nothing_is_left(few)
 
 
-def test_an_aborted_request_leaves_no_slot(path):
-    llm = LLM(path, kv_cache_memory=MEMORY, **SIZES)
-    requests = [llm.engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for _ in range(3):
-        llm.engine.step()
-    llm.engine.abort(*(request.request_id for request in requests))
-    tiny_models.assert_nothing_is_left(llm)
-
-
 def changed(path, folder, **more):
     """A copy of a checkpoint with another config.json."""
     shutil.copytree(path, folder)

@@ -75,7 +75,8 @@ def test_an_executor_captures_the_graphs_of_steps_and_then_those_of_routes(has_s
 
 
 def test_the_graphs_of_a_draft_model_are_captured_with_those_of_the_model(qwen3_path, monkeypatch):
-    llm = LLM(str(qwen3_path), speculative_config={"method": "draft_model", "model": str(qwen3_path)})
+    drafts = {"method": "draft_model", "model": str(qwen3_path)}
+    llm = LLM(str(qwen3_path), speculative_config=drafts, kv_cache_memory=2**22, enforce_eager=True)
     assert not llm.engine.executor.capture_next()
     monkeypatch.setattr(llm.engine.planner.proposer._executor, "capture_next", lambda: True)
     assert llm.engine.executor.capture_next()

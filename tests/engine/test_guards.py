@@ -15,6 +15,14 @@ def log():
     return []
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """Also where the shell has started the tests in the background, which ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def guard(log):
     return EngineGuard(

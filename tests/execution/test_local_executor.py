@@ -83,11 +83,3 @@ def test_a_plan_may_bring_its_own_sampler(executor, expected):
         [report] = found.reports
         assert report.logprobs.ids == top.indices.tolist()
         assert (report.logprobs.values == pytest.approx(top.values.tolist(), abs=1e-4)) is returns_logprobs
-
-
-def test_logits_that_are_not_finite_are_an_error_of_their_sequence(executor, model, monkeypatch):
-    monkeypatch.setattr(type(model), "compute_logits", lambda self, hidden: torch.full((len(hidden), 90), float("nan")))
-    for plan in ({}, {"sampler": Sampler()}):
-        [output] = run(executor, ScheduledSequence(sequence(), 6), **plan)[1].sequences
-        assert output.token_ids == []
-        assert "finite" in output.error

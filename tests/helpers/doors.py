@@ -40,6 +40,12 @@ def post(server, path, body):
     return response.json()
 
 
+def num_cached(usage):
+    """The number of cached tokens, wherever an API tells it."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+
+
 def without_ids(reply):
     """What is the same in two equal replies: ids, times and numbers of cached tokens are not."""
     if isinstance(reply, list):
@@ -53,10 +59,10 @@ def without_ids(reply):
 def ask(server, door, *question, **asked):
     """The Reply to a question, whose stream is compared with it."""
     body = door.body(*question, **asked)
-    return compared_with_its_stream(server, door, body, post(server, door.path, body))
+    return check_stream(server, door, body, post(server, door.path, body))
 
 
-def compared_with_its_stream(server, door, body, whole):
+def check_stream(server, door, body, whole):
     """The Reply that a whole answer is. The same body is sent again, for a stream, which must add up to it."""
     reply = door.read(whole)
     has_usage = {"stream_options": {"include_usage": True}} if door in (Completions, Chat) else {}

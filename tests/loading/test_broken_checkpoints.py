@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,24 +40,16 @@ def write(name: str, content: bytes | str) -> Change:
     return lambda path: (path / name).unlink(missing_ok=True) or (path / name).write_bytes(content)
 
 
-def edit(name: str, changes: dict) -> Change:
+def edit(name: str, **changes) -> Change:
     return write(name, json.dumps(json.loads((GOOD / name).read_text()) | changes))
 
 
-def config(**changes) -> Change:
-    return edit("config.json", changes)
+config, generation, tokenizer = (partial(edit, f"{name}.json") for name in ("config", "generation_config", "tokenizer"))
+template = partial(write, "chat_template.jinja")
 
 
 def rope(**changes) -> Change:
     return config(rope_parameters=YARN | changes)
-
-
-def generation(**changes) -> Change:
-    return edit("generation_config.json", changes)
-
-
-def tokenizer(**changes) -> Change:
-    return edit("tokenizer.json", changes)
 
 
 def vocabulary(changes: dict[str, object]) -> Change:
@@ -72,10 +65,6 @@ def old_vocabulary(content: str) -> Change:
 def regex(pattern: str) -> Change:
     pattern = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return tokenizer(pre_tokenizer=pattern)
-
-
-def template(source: str) -> Change:
-    return write("chat_template.jinja", source)
 
 
 def without(name: str) -> Change:
@@ -290,7 +279,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "tokenizer: bad regex": (regex("("), "cannot load the tokenizer"),
     "tokenizer: regex that explodes": (regex("(a+a+)+c"), "the tokenizer fails on the text .*retry-limit"),
     "tokenizer_config: deep": (write("tokenizer_config.json", "[" * 10**5), "cannot load the tokenizer"),
-    "tokenizer_config: bos": (edit("tokenizer_config.json", {"bos_token": 5}), "cannot load the tokenizer"),
+    "tokenizer_config: bos": (edit("tokenizer_config.json", bos_token=5), "cannot load the tokenizer"),
     "added_tokens: a list": (write("added_tokens.json", "[1]"), "cannot load the tokenizer"),
     "special_tokens_map: pipe": (fifo("special_tokens_map.json"), "special_tokens_map.json cannot be read"),
     # the chat template

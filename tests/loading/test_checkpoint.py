@@ -59,14 +59,8 @@ def test_a_folder_of_the_users_goes_before_the_box(folder, monkeypatch):
         ("", "name is empty"),
         ("~/no-such-folder", "there is no folder"),
         ("not a hub name!", "neither a folder nor a possible hub name.* tiny-gpt2, tiny-qwen3"),
-        (
-            "owner/not-in-the-cache",
-            "the hub did not give it .revision main.*HF_HUB_OFFLINE=1 is set, and the hub's cache does not .*unset",
-        ),
-        (
-            "tiny-qwen",
-            "did you mean 'tiny-qwen3'. Otherwise check the name, unset HF_HUB_OFFLINE to download it, or use a folder",
-        ),
+        ("owner/not-in-the-cache", "the hub did not give it .revision main.*HF_HUB_OFFLINE=1 is set, and the hub's .*unset"),
+        ("tiny-qwen", "did you mean 'tiny-qwen3'. Otherwise check the name, unset HF_HUB_OFFLINE to download it, or use"),
         ("tiny_qwen3", "did you mean 'tiny-qwen3'"),
         ("x" * 5000, "cannot be used as a folder .File name too long.; bundled are tiny-gpt2, tiny-qwen3"),
         ("\udcff", "cannot be used as a folder"),

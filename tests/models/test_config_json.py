@@ -34,52 +34,33 @@ PROMPT = torch.arange(1, 301) * 31
 
 # architecture -> the family of tiny_models, and what else its file has. Variants differ from it in one field or in some.
 BASES = {
-    "GPT2LMHeadModel": ("gpt2", {}),
-    "Gemma3ForCausalLM": ("gemma3_window", {}),
-    "GptOssForCausalLM": ("gpt_oss_window", {}),
-    "LlamaForCausalLM": ("llama", {}),
-    "MistralForCausalLM": ("mistral_window", {}),
+    "GPT2LMHeadModel": ("gpt2", {}), "Gemma3ForCausalLM": ("gemma3_window", {}), "GptOssForCausalLM": ("gpt_oss_window", {}),
+    "LlamaForCausalLM": ("llama", {}), "MistralForCausalLM": ("mistral_window", {}),
     "Qwen2ForCausalLM": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", {}),
-    "Qwen3ForCausalLM": ("qwen3_window", {}),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", {}),
-    "Qwen3NextForCausalLM": ("qwen3_next", {}),
-    "Qwen3_5ForCausalLM": ("qwen3_5", {}),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", {}),
-}
+    "Qwen2MoeForCausalLM": ("qwen2_moe", {}), "Qwen3ForCausalLM": ("qwen3_window", {}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {}), "Qwen3NextForCausalLM": ("qwen3_next", {}),
+    "Qwen3_5ForCausalLM": ("qwen3_5", {}), "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", {}),
+}  # fmt: skip
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = _YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 _STRETCHED = _YARN | {"original_max_position_embeddings": 64}
 _LINEAR = {"rope_type": "linear", "factor": 2.0}
 _ROPES = [
-    {"rope_type": "default", "rope_theta": 500.0},
-    {"rope_type": "default", "factor": 4.0},
-    _LINEAR,
-    _LINEAR | {"type": "linear", "rope_theta": 5e5},
-    {"rope_type": "dynamic", "factor": 2.0},
-    _LLAMA3,
-    _LLAMA3 | {"factor": 1.0},
-    _YARN,
-    _YARN | {"beta_fast": 8.0, "beta_slow": 0.5},
-    _YARN | {"beta_fast": None, "beta_slow": None, "attention_factor": None},
-    _YARN | {"beta_fast": 0.5, "beta_slow": 8.0},
-    _YARN | {"attention_factor": 1.5},
-    _YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
-    _YARN | {"mscale": 0.7},
-    _YARN | {"truncate": False},
-    _YARN | {"factor": None},
-    {"rope_type": "yarn", "original_max_position_embeddings": 32},
+    {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "default", "factor": 4.0}, _LINEAR,
+    _LINEAR | {"type": "linear", "rope_theta": 5e5}, {"rope_type": "dynamic", "factor": 2.0}, _LLAMA3,
+    _LLAMA3 | {"factor": 1.0}, _YARN, _YARN | {"beta_fast": 8.0, "beta_slow": 0.5},
+    _YARN | {"beta_fast": None, "beta_slow": None, "attention_factor": None}, _YARN | {"beta_fast": 0.5, "beta_slow": 8.0},
+    _YARN | {"attention_factor": 1.5}, _YARN | {"mscale": 0.7, "mscale_all_dim": 0.3}, _YARN | {"mscale": 0.7},
+    _YARN | {"truncate": False}, _YARN | {"factor": None}, {"rope_type": "yarn", "original_max_position_embeddings": 32},
     {"rope_type": "yarn", "factor": 2.0},
     _YARN | {"original_max_position_embeddings": 4},  # every pair makes less than one turn
     _YARN | {"original_max_position_embeddings": 2**20, "rope_theta": 50.0},  # every pair makes many
-    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32},
-    {"partial_rotary_factor": 0.5},
+    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32}, {"partial_rotary_factor": 0.5},
     {"full_attention": _LINEAR, "sliding_attention": _YARN},
     {"full_attention": _YARN | {"original_max_position_embeddings": 700, "truncate": False}},
-    {"full_attention": {"rope_theta": 300.0}},
-    {"sliding_attention": _LINEAR | {"rope_theta": 300.0}},
-]
+    {"full_attention": {"rope_theta": 300.0}}, {"sliding_attention": _LINEAR | {"rope_theta": 300.0}},
+]  # fmt: skip
 
 # field -> the values that variants of a file have
 VALUES = {

@@ -14,16 +14,6 @@ def test_ids_are_taken_in_order_and_a_dropped_one_without_content_is_taken_first
     assert pool.take() == 0
 
 
-def test_an_id_that_two_sequences_hold_is_free_when_both_have_dropped_it():
-    pool = Pool(2)
-    block = pool.take()
-    pool.hold([block])
-    pool.drop([block])
-    assert (pool.num_free, pool.ref_counts[block]) == (1, 1)
-    pool.drop([block])
-    assert (pool.num_free, pool.ref_counts[block]) == (2, 0)
-
-
 def test_a_dropped_id_with_content_can_be_held_again_until_its_content_is_forgotten():
     pool = Pool(2)
     first, second = pool.take(), pool.take()

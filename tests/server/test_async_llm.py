@@ -10,16 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams
-from nanoinfer.errors import (
-    CheckpointNotFoundError,
-    EngineDeadError,
-    InvalidPromptError,
-    InvalidTypeError,
-    InvalidValueError,
-    NanoinferError,
-    QueueFullError,
-)
+from nanoinfer import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputsParams, errors
 from nanoinfer.features.structured import grammar
 from nanoinfer.outputs import Delta
 from nanoinfer.sampling.sampler import STAGES
@@ -135,7 +126,7 @@ async def test_a_stream_that_is_left_and_a_task_that_is_cancelled_at_any_time_le
 
 @with_async_llm()
 async def test_a_bad_prompt_is_refused_and_a_long_one_ends_with_an_error(async_llm):
-    with pytest.raises(InvalidPromptError):
+    with pytest.raises(errors.InvalidPromptError):
         await final(async_llm, [], params())
     output = await final(async_llm, [5] * 2000, params())
     assert output.outputs[0].finish_reason == "error"
@@ -146,9 +137,9 @@ async def test_beyond_the_queue_a_request_is_refused_and_each_answer_counts(asyn
     long = params(max_tokens=300, ignore_eos=True)
     with limited_steps(async_llm.engine, 5):
         streams = [await submit(async_llm, PROMPTS[0], replace(long, n=8))]
-        with pytest.raises(QueueFullError, match="8 answers run or wait, and at most 10 may"):
+        with pytest.raises(errors.QueueFullError, match="8 answers run or wait, and at most 10 may"):
             await submit(async_llm, PROMPTS[0], params(n=3))
-        with pytest.raises(InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
+        with pytest.raises(errors.InvalidValueError, match="11 answers are requested, and at most 10 may run or wait"):
             await submit(async_llm, PROMPTS[0], params(n=11))
         streams += [await submit(async_llm, PROMPTS[0], long) for _ in range(2)]
         streams[1].close()
@@ -176,15 +167,15 @@ async def test_a_new_grammar_delays_no_request_without_one_and_one_that_has_fail
     free = await final(async_llm, PROMPTS[0], params())
     assert not any(task.done() for task in slow)
     may_end.set()
-    errors = await asyncio.gather(*slow, return_exceptions=True)
+    refused = await asyncio.gather(*slow, return_exceptions=True)
     prepared = async_llm.engine.inputs.prepare_prompt("x", SamplingParams(structured_outputs=form))
     prepared.compile.func.__self__._refuse(form, "a limit")
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0, waits.append(seconds)))
-    with pytest.raises(InvalidValueError, match="it has just reached a limit"):
+    with pytest.raises(errors.InvalidValueError, match="it has just reached a limit"):
         await submit(async_llm, "x", SamplingParams(structured_outputs=form))
     monkeypatch.undo()
     assert free.finished
-    assert {str(error) for error in errors} == {"regex cannot be used: too slow"}
+    assert {str(error) for error in refused} == {"regex cannot be used: too slow"}
     assert waits == [async_llm_module.REFUSAL_SECONDS]
 
 
@@ -212,7 +203,7 @@ def test_a_failed_step_is_made_again_then_its_requests_end_and_after_three_in_a_
         outputs.append(await final(async_llm, PROMPTS[0], params()))
         async_llm.check_health()  # it is not dead
         outputs += [await final(async_llm, PROMPTS[0], params(temperature=0.123)) for _ in range(2)]  # three failed steps
-        with pytest.raises(EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; it must be"):
+        with pytest.raises(errors.EngineDeadError, match="3 steps in a row have failed: RuntimeError: the stage failed; it"):
             await submit(async_llm, PROMPTS[0], params())
         return [output.outputs[0] for output in outputs]
 
@@ -239,22 +230,26 @@ async def test_a_panic_of_a_library_fails_the_request_and_not_the_thread(async_l
 def test_a_second_event_loop_and_a_thread_that_has_ended_are_refused():
     async_llm = AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**22)
     asyncio.run(final(async_llm, PROMPTS[0], params(max_tokens=1)))
-    with pytest.raises(NanoinferError, match="belongs to the event loop of its first request"):
+    with pytest.raises(errors.NanoinferError, match="belongs to the event loop of its first request"):
         asyncio.run(final(async_llm, PROMPTS[0], params()))
     async_llm._thread.close()
     async_llm._thread.join()
-    with pytest.raises(EngineDeadError, match="thread has ended"):
+    with pytest.raises(errors.EngineDeadError, match="thread has ended"):
         async_llm.check_health()
 
 
 def test_an_error_of_an_argument_or_of_loading_is_raised_by_the_constructor():
     for arguments, error, message in (
-        ({"model": "./nowhere"}, CheckpointNotFoundError, "there is no folder './nowhere'"),
-        ({"max_num_seq": 3}, InvalidTypeError, r"AsyncLLM\(\) has no argument 'max_num_seq'; did you mean max_num_seqs?"),
-        ({"max_num_seqs": 0}, InvalidValueError, "max_num_seqs must be >= 1, got 0"),
-        ({"pipeline_parallel_size": 2}, InvalidValueError, "pipeline_parallel_size=2 is not supported"),
-        ({"max_num_queued_requests": -1}, InvalidValueError, "max_num_queued_requests must be >= 0, got -1"),
-        ({"streaming": 1}, InvalidTypeError, "streaming must be True or False, got 1"),
+        ({"model": "./nowhere"}, errors.CheckpointNotFoundError, "there is no folder './nowhere'"),
+        (
+            {"max_num_seq": 3},
+            errors.InvalidTypeError,
+            "has no argument 'max_num_seq'; did you mean max_num_seqs?",
+        ),
+        ({"max_num_seqs": 0}, errors.InvalidValueError, "max_num_seqs must be >= 1, got 0"),
+        ({"pipeline_parallel_size": 2}, errors.InvalidValueError, "pipeline_parallel_size=2 is not supported"),
+        ({"max_num_queued_requests": -1}, errors.InvalidValueError, "max_num_queued_requests must be >= 0, got -1"),
+        ({"streaming": 1}, errors.InvalidTypeError, "streaming must be True or False, got 1"),
     ):
         with pytest.raises(error, match=message):
             AsyncLLM(**arguments)
@@ -270,7 +265,7 @@ async def test_a_given_id_is_used_unless_an_unfinished_request_has_it_and_a_made
     with limited_steps(async_llm.engine, 5):
         assert (await anext(running)).request_id == "mine"
         for bad in ("mine", 5):
-            with pytest.raises(InvalidValueError, match="request_id must be a string that no unfinished request has, got"):
+            with pytest.raises(errors.InvalidValueError, match="request_id must be a string that no unfinished request has"):
                 await anext(async_llm.generate(PROMPTS[1], long, bad))
         await async_llm.abort("mine")
         *_, last = [output async for output in running]
@@ -497,7 +492,7 @@ async def test_shutdown_waits_as_long_as_it_is_told_and_refuses_new_requests(asy
             await asyncio.sleep(0.001)
         closing = async_llm.shutdown(timeout=timeout)
         await asyncio.sleep(0)
-        with pytest.raises(EngineDeadError, match="shutting down"):
+        with pytest.raises(errors.EngineDeadError, match="shutting down"):
             await submit(async_llm, PROMPTS[0], params())
         if not timeout:
             await closing

@@ -18,25 +18,14 @@ pytestmark = pytest.mark.slow
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-@pytest.fixture(scope="module")
-def options(soon):
-    shared = {"model": "tiny-qwen3", "messages": QUESTION, "tools": TOOLS, "seed": 1, "temperature": 1.5, "logit_bias": soon}
-    return shared | {"max_tokens": 150}
-
-
-@pytest.fixture(scope="module")
-def tool_client(tool_server):
-    with http_server.new_client(tool_server, strict=True) as client:
-        yield client
-
-
-def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_client, options):
+def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_server, soon):
     class Weather(pydantic.BaseModel):
         city: Literal["Oslo", "Rome"]
         windy: bool
 
-    options = options | {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required", "extra_body": OFF}
-    with tool_client.chat.completions.stream(**options) as stream:
+    options = {"model": "tiny-qwen3", "messages": QUESTION, "tools": [openai.pydantic_function_tool(Weather)], "seed": 1}
+    options |= {"tool_choice": "required", "temperature": 1.5, "logit_bias": soon, "max_tokens": 150, "extra_body": OFF}
+    with http_server.new_client(tool_server, strict=True) as client, client.chat.completions.stream(**options) as stream:
         names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
     calls = stream.get_final_completion().choices[0].message.tool_calls
     assert names == ["Weather"] * len(calls)
@@ -59,19 +48,6 @@ def test_what_the_schema_of_a_tool_or_the_template_refuses_gets_400(tool_server)
     ):
         reply = tool_server.post("/v1/chat/completions", {"messages": QUESTION} | fields)
         assert (reply.status_code, message in reply.json()["error"]["message"]) == (400, True), reply.text
-
-
-def test_a_conversation_with_calls_is_rendered(tool_client, tool_server, options):
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome","days":2}'}}
-    messages = [
-        *QUESTION,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "31"},
-    ]
-    usage = tool_client.chat.completions.create(**options | {"messages": messages}).usage
-    rendered = tool_server.async_llm.llm.render_chat(messages, tools=TOOLS)
-    assert '"arguments": {"city": "Rome", "days": 2}}' in rendered["prompt"]
-    assert usage.prompt_tokens == len(rendered["prompt_token_ids"])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import nanoinfer.llm
 from nanoinfer import AsyncLLM, SamplingParams
 from nanoinfer.cli.main import app as commands
 from nanoinfer.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
-from tests.helpers.doors import CHATS, Chat, Completions, Messages, Responses, ask, post, without_ids
+from tests.helpers.doors import CHATS, Chat, Completions, Messages, Responses, ask, check_stream, num_cached, post, without_ids
 from tests.helpers.tool_cases import TOOLS, check_call
 from tests.server.test_batch import request, results, run, write_requests
 
@@ -195,14 +195,69 @@ def test_reasoning_is_told_apart_from_the_text(tool_server, door):
     assert (reply.reasoning, reply.texts, reply.reasons) == ("<think>" * 4, [""], ["length"])
 
 
+CALLS = [("1", "weather", {"city": "Rome", "days": 2}), ("2", "night", {})]
+CONVERSATION = [
+    {"role": "system", "content": "Be\n\nbrief."},
+    {"role": "user", "content": "How warm\nis Rome?"},
+    {"role": "assistant", "reasoning": "Rome?", "content": "I look.", "tool_calls": [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for number, name, arguments in CALLS
+    ]},
+    {"role": "tool", "tool_call_id": "1", "content": "31"},
+    {"role": "tool", "tool_call_id": "2", "content": "Error: gone"},
+    {"role": "user", "content": "And?"},
+]  # fmt: skip
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "How warm"}, {"type": "text", "text": "is Rome?"}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Rome?", "signature": "none"},
+        {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}},
+        *({"type": "tool_use", "id": number, "name": name, "input": arguments} for number, name, arguments in CALLS),
+    ]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "31"}]},
+        {"type": "tool_result", "tool_use_id": "2", "content": "gone", "is_error": True},
+        {"type": "text", "text": "And?"},
+    ]},
+]  # fmt: skip
+ITEMS = [
+    {"role": "developer", "content": "brief."},
+    {"role": "user", "content": [{"type": "input_text", "text": "How warm"}, {"type": "input_text", "text": "is Rome?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Rome?"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+    *({"type": "function_call", "call_id": i, "name": name, "arguments": json.dumps(given)} for i, name, given in CALLS),
+    {"type": "function_call_output", "call_id": "1", "output": "31"},
+    {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "Error: gone"}]},
+    {"role": "user", "content": "And?"},
+]
+
+
+@pytest.mark.slow
+def test_a_conversation_with_calls_is_rendered_and_counted_alike_at_every_api(tool_server):
+    functions = [FUNCTIONS[0], {"name": "night", "parameters": {"type": "object"}}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    rendered = tool_server.async_llm.llm.render_chat(CONVERSATION, tools=tools)
+    assert '"arguments": {"city": "Rome", "days": 2}}' in rendered["prompt"]
+    num_tokens = len(rendered["prompt_token_ids"])
+    assert post(tool_server, "/tokenize", {"messages": CONVERSATION, "tools": tools})["count"] == num_tokens
+    blocks = {"messages": BLOCKS, "system": [{"type": "text", "text": "Be\n"}, {"type": "text", "text": "brief."}]}
+    items = {"input": ITEMS, "instructions": "Be"}
+    for door, conversation in ((Chat, {"messages": CONVERSATION}), (Messages, blocks), (Responses, items)):
+        body = door.body("", max_tokens=1, seed=1, functions=functions, cache_salt=door.path) | conversation
+        whole = post(tool_server, door.path, body)
+        assert check_stream(tool_server, door, body, whole).num_prompt_tokens == num_tokens, door
+        assert num_cached(whole["usage"]) == 0
+        assert num_cached(post(tool_server, door.path, body)["usage"]) > num_tokens // 2
+        if door is Messages:
+            counted = {name: body[name] for name in ("messages", "system", "tools")}
+            assert post(tool_server, door.path + "/count_tokens", counted) == {"input_tokens": num_tokens}
+
+
 def test_prefixes_are_shared_only_with_requests_of_the_same_salt(server):
     text = "A prompt that no other test has sent to this server. " * 8
     for door in (Completions, *CHATS):
-        cached = []
-        for salt in (f"a{door.path}", f"b{door.path}", f"a{door.path}"):
-            usage = post(server, door.path, door.body(text, max_tokens=1, cache_salt=salt))["usage"]
-            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-            cached.append(details.get("cached_tokens", usage.get("cache_read_input_tokens")))
-        assert cached[:2] == [0, 0], door.path
-        assert cached[2] > 0, door.path
+        salts = (f"a{door.path}", f"b{door.path}", f"a{door.path}")
+        replies = [post(server, door.path, door.body(text, max_tokens=1, cache_salt=salt)) for salt in salts]
+        cached = [num_cached(reply["usage"]) for reply in replies]
+        assert (cached[:2], cached[2] > 0) == ([0, 0], True), door.path
     assert server.post(Chat.path, Chat.body(text, cache_salt="")).json()["error"]["param"] == "cache_salt"

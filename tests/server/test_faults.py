@@ -76,12 +76,12 @@ def test_more_answers_than_ever_fit_are_a_bad_request(small):
         assert "answers are requested, and at most 8 may run or wait" in refused.json()["error"]["message"]
 
 
-def reset_at_random_points(server, num, seed=0):
-    rng = random.Random(seed)
-    for i in range(num):
-        connection = server.open_stream(LONG | {"stream": i % 2 == 0, "n": 1 + i % 3}) if i % 5 else socket.create_connection(
-            ("127.0.0.1", server.port)
-        )  # fmt: skip
+@pytest.mark.slow
+def test_connections_that_are_reset_at_random_points_leave_nothing(server):
+    rng = random.Random(0)
+    for i in range(60):
+        body = LONG | {"stream": i % 2 == 0, "n": 1 + i % 3}
+        connection = server.open_stream(body) if i % 5 else socket.create_connection(("127.0.0.1", server.port))
         time.sleep(rng.choice((0, 0, 0.001, 0.004)))
         if rng.random() < 0.3:
             connection.settimeout(0.01)
@@ -89,11 +89,6 @@ def reset_at_random_points(server, num, seed=0):
                 connection.recv(rng.choice((1, 200)))
         reset(connection)
     server.wait_until_idle()
-
-
-@pytest.mark.slow
-def test_connections_that_are_reset_leave_nothing(server):
-    reset_at_random_points(server, 60)
 
 
 def test_a_response_that_is_never_started_closes_its_streams(server):

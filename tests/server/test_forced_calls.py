@@ -9,7 +9,7 @@ import pytest
 
 from nanoinfer import AsyncLLM
 from tests.helpers import http_server, tool_cases
-from tests.helpers.doors import CHATS, compared_with_its_stream, finite
+from tests.helpers.doors import CHATS, check_stream, finite
 from tests.helpers.structured_cases import SCHEMAS
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def num_calls(server, door, seed):
     if whole.status_code == 400:
         assert "these keywords cannot be enforced" in whole.text
         return None
-    reply = compared_with_its_stream(server, door, body, whole.json())
+    reply = check_stream(server, door, body, whole.json())
     if reply.reasons == ["length"]:
         return None
     assert reply.calls or choice == "auto"

@@ -118,15 +118,15 @@ def test_the_options_reach_the_server_and_nothing_is_left(path, certificate, mon
             seen.append(url_of(*bound, is_https=False))
 
     monkeypatch.setattr(run, "Server", Seen)
-    monkeypatch.setattr(run, "share_the_process", lambda: None)
-    monkeypatch.setattr(serve, "load_server_llm", lambda engine, options: (None, options))
+    monkeypatch.setattr(serve, "load_server_llm", lambda engine, options: (seen.append("loaded"), options))
+    monkeypatch.setattr(run, "share_the_process", lambda: seen.append("shared"))
     before = signal.getsignal(signal.SIGTERM)
     files = ["--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1]]
     for _ in range(2):  # the path is free again
         result = CliRunner().invoke(app, ["serve", "--uds", path, "--root-path", "/llm", *files])
         assert result.exit_code == 0, result.output
         assert "warning" not in result.output
-    assert seen == [("/llm", True), f"unix:{path}"] * 2
+    assert seen == ["loaded", ("/llm", True), "shared", f"unix:{path}"] * 2
     assert signal.getsignal(signal.SIGTERM) is before
     for wrong, message in (
         (["--uds", path, "--port", "80"], "takes the place of --host 127.0.0.1 and --port 80"),

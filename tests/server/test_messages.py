@@ -11,7 +11,7 @@ from nanoinfer.server.errors import json_response
 from nanoinfer.server.messages import _json_of
 from tests.helpers import doors
 from tests.helpers.doors import Messages, events_of, without_ids
-from tests.helpers.tool_cases import TOOLS, WEATHER
+from tests.helpers.tool_cases import WEATHER
 
 pytestmark = pytest.mark.slow
 
@@ -76,40 +76,6 @@ def test_thinking_is_a_block_unless_it_is_omitted(tool_server, call_body):
     assert streamed(tool_server, body)["content"] == message["content"]
     body["thinking"] = {"type": "adaptive", "display": "omitted"}
     assert post(tool_server, body)["content"] == streamed(tool_server, body)["content"] == []
-
-
-def test_a_conversation_with_calls_is_rendered_as_in_a_chat(tool_server):
-    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "31"}]}
-    failed = {"type": "tool_result", "tool_use_id": "call_2", "content": "gone", "is_error": True}
-    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Rome", "days": 2}}
-    thought = {"type": "thinking", "thinking": "Rome?", "signature": "none"}
-    text = {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}}
-    body = {"system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}], "tools": MESSAGES_TOOLS}
-    body["messages"] = [
-        *QUESTION,
-        {"role": "assistant", "content": [thought, text, use, use | {"id": "call_2", "name": "night", "input": {}}]},
-        {"role": "user", "content": [result, failed, {"type": "text", "text": "And?"}]},
-    ]
-    calls = [
-        {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}},
-        {"id": "call_2", "type": "function", "function": {"name": "night", "arguments": "{}"}},
-    ]
-    chat = [
-        {"role": "system", "content": "Be\nbrief."},
-        *QUESTION,
-        {"role": "assistant", "reasoning": "Rome?", "content": "I look.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_1", "content": "31"},
-        {"role": "tool", "tool_call_id": "call_2", "content": "Error: gone"},
-        {"role": "user", "content": "And?"},
-    ]
-    tools = [TOOLS[0], {"type": "function", "function": {"name": "night", "parameters": {"type": "object"}}}]
-    tokens = post(tool_server, {"messages": chat, "tools": tools}, "/tokenize")["tokens"]
-    assert post(tool_server, body, PATH + "/count_tokens") == {"input_tokens": len(tokens)}
-    usage = post(tool_server, body | {"max_tokens": 1})["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(tokens)
-    again = post(tool_server, body | {"max_tokens": 1})["usage"]
-    assert again["cache_read_input_tokens"] > len(tokens) // 2
-    assert streamed(tool_server, body | {"max_tokens": 1})["usage"] == again
 
 
 def test_errors_of_every_status_have_anthropics_format(server, guarded):

@@ -11,7 +11,7 @@ import pytest
 
 from nanoinfer.server.responses import ResponseStore
 from tests.helpers import doors, http_server
-from tests.helpers.tool_cases import TOOLS, WEATHER, check_call
+from tests.helpers.tool_cases import WEATHER, check_call
 
 pytestmark = pytest.mark.slow
 
@@ -71,36 +71,6 @@ def test_an_answer_is_parsed_by_its_schema(client):
     response = client.responses.parse(model="tiny-qwen3", input="Who?", text_format=Hero, max_output_tokens=60)
     assert response.output_parsed.name in ("Lily", "Tom")
     assert response.text.format.name == "Hero"
-
-
-def test_items_are_rendered_as_in_a_chat(tool_server):
-    items = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "input_text", "text": "How warm"}, {"type": "input_text", "text": "is Oslo?"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Oslo?"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
-        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Oslo", "days": 2}'},
-        {"type": "function_call", "call_id": "2", "name": "night", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "31"},
-        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "dark"}]},
-    ]
-    calls = [
-        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}},
-        {"id": "2", "type": "function", "function": {"name": "night", "arguments": "{}"}},
-    ]
-    chat = [
-        {"role": "system", "content": "Be good.\n\nBe brief."},
-        {"role": "user", "content": "How warm\nis Oslo?"},
-        {"role": "assistant", "reasoning": "Oslo?", "content": "I look.", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "1", "content": "31"},
-        {"role": "tool", "tool_call_id": "2", "content": "dark"},
-    ]
-    weather = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
-    tokens = post(tool_server, {"messages": chat, "tools": [weather, TOOLS[1]], "return_token_strs": True}, "/tokenize")
-    body = {"input": items, "instructions": "Be good.", "tools": RESPONSES_TOOLS, "max_output_tokens": 1}
-    usage = [post(tool_server, body)["usage"] for _ in range(2)]
-    assert usage[0]["input_tokens"] == tokens["count"]
-    assert usage[1]["input_tokens_details"]["cached_tokens"] > tokens["count"] // 2
 
 
 def test_a_failed_stream_ends_with_a_failed_response(server):

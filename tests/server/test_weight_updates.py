@@ -1,6 +1,5 @@
 """A trainer pauses a server, replaces its weights by a folder's, and lets it answer again."""
 
-import re
 import shutil
 import threading
 from functools import partial
@@ -74,15 +73,11 @@ def test_the_tensors_of_a_file_replace_weights_and_what_does_not_fit_changes_not
     trained = load_file(folder + "/model.safetensors")
     server.async_llm.llm.update_weights(load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors").items())
     version, own = server.async_llm.engine.weights_version, token_ids(server)
-    refused = [
-        (b"not a file of tensors", "truncated or corrupted"),
-        (save({name: trained[name][:-1]}), "misshaped"),
-        (save({"norm.of.another.model": trained[name]}), "unexpected"),
-    ]
-    for content, words in refused:
+    cut = save({name: trained[name][:-1]})
+    for content, words in ((b"not a file of tensors", "truncated or corrupted"), (cut, "misshaped")):
         file.write_bytes(content)
         response = server.post("/update_weights", {"path": str(file)})
-        assert (response.status_code, re.search(words, response.text) and "fits") == (400, "fits"), response.text
+        assert (response.status_code, words in response.text) == (400, True), response.text
     assert token_ids(server) == own
     file.write_bytes(save({name: trained[name]}))
     assert server.post("/update_weights", {"path": str(file)}).json() == {"weights_version": version + 1, "is_paused": False}

@@ -10,11 +10,6 @@ CPU = torch.device("cpu")
 LISTS = [[1, 2, 3], [], [4], [5, 6]]
 
 
-def test_a_tensor_for_the_cpu_is_itself():
-    tensor = torch.ones(3)
-    assert on_device(tensor, CPU) is tensor
-
-
 def test_lists_are_tensors_of_int64_even_if_some_are_empty():
     tensors = integers_on_device(LISTS, CPU)
     assert [tensor.tolist() for tensor in tensors] == LISTS

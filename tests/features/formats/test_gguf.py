@@ -1,7 +1,6 @@
 """GGUF files give the logits of transformers with the unpacked weights, and the tokens of the checkpoint they are made of."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from nanoinfer.features.formats.gguf_families import to_config, to_generation_co
 from nanoinfer.features.formats.gguf_tokenizer import tokenizer_from_gguf
 from nanoinfer.features.formats.gguf_weights import GGUFWeights
 from nanoinfer.features.hybrid.attention import HybridDenseAttention
+from nanoinfer.features.quantization import rounding
 from nanoinfer.features.quantization.rounding import compare_memory, quantized
 from nanoinfer.features.training.stored import StoredParameter
 from nanoinfer.load import load
@@ -117,12 +117,18 @@ def test_blocks_are_unpacked_as_ggml_unpacks_them_in_whole_and_in_rows(name, tmp
         torch.testing.assert_close(kept.widened(), expected, atol=0, rtol=1e-6)
 
 
-def test_floats_keep_their_dtype(tmp_path):
+def test_floats_keep_their_dtype_and_the_integers_of_an_expert_are_its_part_of_the_tensor_of_all(tmp_path):
     weight = torch.randn(3, 4)
     for name, dtype in {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.items():
         weights = file_of(tmp_path, x=floats(weight, name))
         assert torch.equal(weights.read("x"), weight.to(dtype))
         assert weights["x"].dtype == name
+    tensor, expected = random_blocks("Q8_0", (3, 8, 64), seed=5)
+    weights = file_of(tmp_path, {"general.architecture": "gpt-oss"}, **{"blk.0.ffn_up_exps.weight": tensor})
+    assert len(weights) == 3
+    for expert in range(3):
+        kept = weights.integers(f"layers.0.mlp.experts.{expert}.up_proj.weight")
+        torch.testing.assert_close(kept.widened(), expected[expert], atol=0, rtol=1e-6)
 
 
 def test_llamas_queries_and_keys_get_back_the_order_of_their_rows(tmp_path):
@@ -138,15 +144,6 @@ def test_llamas_queries_and_keys_get_back_the_order_of_their_rows(tmp_path):
         weights = file_of(tmp_path, metadata, **{"blk.0.attn_q.weight": random_blocks(name, (4 * 8, 64), seed=4)[0]})
         query = "layers.0.self_attn.q_proj.weight"
         torch.testing.assert_close(weights.integers(query).widened(), weights.read(query), atol=0, rtol=1e-6)
-
-
-def test_integers_of_an_expert_are_its_part_of_the_tensor_of_all(tmp_path):
-    tensor, expected = random_blocks("Q8_0", (3, 8, 64), seed=5)
-    weights = file_of(tmp_path, {"general.architecture": "gpt-oss"}, **{"blk.0.ffn_up_exps.weight": tensor})
-    assert len(weights) == 3
-    for expert in range(3):
-        kept = weights.integers(f"layers.0.mlp.experts.{expert}.up_proj.weight")
-        torch.testing.assert_close(kept.widened(), expected[expert], atol=0, rtol=1e-6)
 
 
 KINDS = ("F16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
@@ -317,16 +314,13 @@ def test_tensors_and_metadata_that_are_missing_unknown_or_of_another_type_are_re
         logits_here(save(model, tmp_path, tensors), PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "more"),
-    [("qwen3", "output_norm.weight", {}), ("gpt_oss_window", "blk.0.ffn_up_exps.bias", {"rope_parameters": YARN})],
-)
-def test_blocks_in_a_parameter_of_one_axis_are_refused(family, name, more, tmp_path):
-    model = tiny_models.build(family, hidden_size=64, **more)
-    tensors = gguf_files.tensors_of(model)
-    path = save(model, tmp_path, tensors | {name: random_blocks("Q8_0", tensors[name][1])[0]})
-    with pytest.raises(WeightsError, match=r"' in .* has one axis and the type Q8_0, whose blocks are of matrices"):
-        loader.load_model(Checkpoint.open(str(path)))
+def test_blocks_in_a_parameter_of_one_axis_are_refused(tmp_path):
+    for family, name, more in (("qwen3", "output_norm.weight", {}), ("gpt_oss_window", "blk.0.ffn_up_exps.bias", GPT_OSS)):
+        model = tiny_models.build(family, **SLIDES | more)
+        tensors = gguf_files.tensors_of(model)
+        path = save(model, tmp_path, tensors | {name: random_blocks("Q8_0", tensors[name][1])[0]})
+        with pytest.raises(WeightsError, match=r"' in .* has one axis and the type Q8_0, whose blocks are of matrices"):
+            loader.load_model(Checkpoint.open(str(path)))
 
 
 # ---- finding the file
@@ -400,26 +394,23 @@ def sentencepiece_metadata():
     return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
 
 
-def sentencepiece(text: str, metadata: dict) -> list[int]:
-    """SentencePiece's own rule: join the pair whose piece has the best score, until none is left."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    scores = dict(zip(tokens[259:], metadata["tokenizer.ggml.scores"][259:], strict=True))
-    pieces = list("▁" + text.replace(" ", "▁"))
-    while joined := [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
-        i = -max(joined)[1]
-        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
-    ids = []
-    for piece in pieces:
-        ids += [tokens.index(piece)] if piece in tokens else [tokens.index(f"<0x{byte:02X}>") for byte in piece.encode()]
-    return ids
+PIECES = {  # SentencePiece joins the pair whose piece has the best score, until none is left
+    "low": ["▁low"],
+    "lower lower": ["▁low", "er", "▁low", "er"],
+    "wolower": ["▁", "w", "o", "lower"],
+    "rewlo  low": ["▁", "r", "e", "w", "lo", "▁", "▁low"],
+    "é low": ["▁", "<0xC3>", "<0xA9>", "▁low"],
+    "😀": ["▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>"],
+}
 
 
 def test_a_sentencepiece_tokenizer_joins_the_pair_with_the_best_score():
     metadata = sentencepiece_metadata()
-    tokenizer = tokenizer_from_gguf(metadata, Path("x.gguf"))
-    for text in ("low", "lower lower", "wolower", "rewlo  low", "é low", "😀"):
-        assert tokenizer.encode(text) == [1, *sentencepiece(text, metadata)]  # BOS, unless the file says otherwise
-        assert tokenizer.decode(tokenizer.encode(text)) == f" {text}"  # the space is kept: a text may begin with one
+    tokenizer, tokens = tokenizer_from_gguf(metadata, Path("x.gguf")), metadata["tokenizer.ggml.tokens"]
+    for text, pieces in PIECES.items():
+        ids = tokenizer.encode(text)
+        assert [tokens[token_id] for token_id in ids] == ["<s>", *pieces]  # BOS, unless the file says otherwise
+        assert tokenizer.decode(ids) == f" {text}"  # the space is kept: a text may begin with one
 
 
 CORRUPTED = [
@@ -477,28 +468,27 @@ def test_a_gguf_file_chats_ends_its_text_and_runs_in_8_bits(tmp_path):
     assert answers[2]
 
 
-@pytest.mark.parametrize(("block_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
-def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(block_type, quantization, tmp_path):
-    model = tiny_models.build("qwen3_tied", hidden_size=64, intermediate_size=96)
+def in_blocks(path, block_type):
+    """A file of a model with a tied head, with all matrices in blocks."""
+    model = tiny_models.build("qwen3_tied", **SLIDES)
     tensors = gguf_files.tensors_of(model, "F16", (block_type,))
     tensors["token_embd.weight"], _ = random_blocks(block_type, tuple(model.lm_head.weight.shape))
-    path = save(model, tmp_path, tensors)
-    llm = LLM(str(path), quantization=quantization)
+    return save(model, path, tensors)
+
+
+@pytest.mark.parametrize(("block_type", "quantization"), [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_the_embedding_of_a_tied_head_is_read_from_its_integers_without_a_loss(block_type, quantization, tmp_path):
+    path = in_blocks(tmp_path, block_type)
     table = loader.load_model(Checkpoint.open(str(path)), "bfloat16").embed_tokens.weight
-    embedding, ids = llm.engine.executor.runner.model.embed_tokens, torch.arange(len(table))
+    embedding = LLM(str(path), quantization=quantization).engine.executor.runner.model.embed_tokens
     if isinstance(embedding, nn.Embedding):
         pytest.skip("no C++ compiler")
-    assert torch.equal(embedding(ids), table)
+    assert torch.equal(embedding(torch.arange(len(table))), table)
 
 
 def test_a_quantised_file_says_what_it_would_take_in_fewer_bits(tmp_path, caplog, monkeypatch):
-    model = tiny_models.build("qwen3_tied", hidden_size=64, intermediate_size=96)
-    tensors = gguf_files.tensors_of(model, "F16", ("Q4_0",))
-    tensors["token_embd.weight"], _ = random_blocks("Q4_0", tuple(model.lm_head.weight.shape))
-    path, large = save(model, tmp_path, tensors), nn.Linear(512, 200_000, bias=False, device="meta")  # 102 million weights
-    monkeypatch.setattr(
-        "nanoinfer.features.quantization.rounding.compare_memory", lambda _, *given: compare_memory(large, *given)
-    )
+    path, large = in_blocks(tmp_path, "Q4_0"), nn.Linear(512, 200_000, bias=False, device="meta")  # 102 million weights
+    monkeypatch.setattr(rounding, "compare_memory", lambda _, *given: compare_memory(large, *given))
     for quantization, num_lines in ((None, 1), ("int4", 0)):
         caplog.clear()
         load(EngineConfig(model=str(path), dtype="bfloat16", quantization=quantization, device="cpu"))

@@ -80,36 +80,14 @@ def test_the_worked_example_of_the_docstring_and_a_vocabulary_of_one_id():
         assert (entry.ids, entry.values, entry.ranks) == ([0], [0.0], [1])
 
 
-def test_the_token_comes_first_then_the_likeliest_but_for_itself():
-    for token_id, num_top, ids, ranks in (
-        (3, 0, [3], [1]),
-        (0, 0, [0], [4]),
-        (3, 1, [3], [1]),  # the token is the likeliest: k entries
-        (1, 1, [1, 3], [3, 1]),  # it is not: k + 1
-        (2, 2, [2, 3], [2, 1]),  # the token first, then the others as they fall
-        (0, 3, [0, 3, 2, 1], [4, 1, 2, 3]),
-        (0, 4, [0, 3, 2, 1], [4, 1, 2, 3]),  # the whole vocabulary
-        (3, 4, [3, 2, 1, 0], [1, 2, 3, 4]),
-    ):
-        entry = entry_of([0.0, 1.0, 2.0, 3.0], token_id, num_top)
-        assert (entry.ids, entry.ranks) == (ids, ranks)
-
-
 def test_equal_ids_share_the_larger_rank_and_come_in_rising_order_when_all_are_returned():
     logits = [5.0, 1.0, 1.0, 1.0, 0.0]
     assert entry_of(logits, 0, 2).ranks == [1, 4]  # also when most of them are beyond k
-    assert entry_of(logits, 4, 1).ranks == [5, 1]
-    assert entry_of(logits, 3, 0).ranks == [4]
-    assert entry_of([2.0] * 5, 3, 2).ranks == [5] * len(entry_of([2.0] * 5, 3, 2).ids)
     assert entry_of(logits, 2, 5).ranks == [4, 1, 4, 4, 5]
     assert entry_of([0.0, 1.0, 1.0, 0.0, 1.0], 4, 5).ids == [4, 1, 2, 0, 3]
-
-
-def test_a_masked_id_has_logprob_minus_infinity_and_the_last_rank():
-    entry = entry_of([0.0, -INF, 0.0, -INF], 0, 4)
-    assert entry.ids == [0, 2, 1, 3]
+    entry = entry_of([0.0, -INF, 0.0, -INF], 0, 4)  # a masked id has log-probability minus infinity and the last rank
+    assert (entry.ids, entry.ranks) == ([0, 2, 1, 3], [2, 2, 4, 4])
     assert entry.values == [pytest.approx(math.log(0.5))] * 2 + [-INF] * 2
-    assert entry.ranks == [2, 2, 4, 4]
 
 
 # ---- against float64

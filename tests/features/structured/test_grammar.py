@@ -89,7 +89,7 @@ def kept_ids(seq):
 # ---- masks
 
 WORDS = ["a", "at", "ath", "the", "then", "😀", "你", "a€", "\n\t", 'a"\\']
-SPECIAL = ["<|im_start|>", "<|im_end|> say"]
+SPECIAL = ["<eos>", "<|im_end|> say"]
 BOOLS, ENDS = ["true", "false", 'true,"b":"th"', 'false,"b":"th"'], ["b", "ath"]
 
 

@@ -576,7 +576,7 @@ def test_a_notebook_shows_the_page_in_a_frame(recorded, browser, tmp_path):
         page.keyboard.press("n")
         assert frame.locator("#token-title").inner_text() != title
         assert not frame.locator("#link").inner_text()
-        page.wait_for_timeout(200)
+        page.wait_for_timeout(500)  # longer than the delay of the address
         assert page.url == notebook.as_uri()
     assert complaints == []
 

@@ -14,7 +14,6 @@ from nanoinfer.scheduling.policies import DeadlineScheduler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer_lab.testing import schedules
 from nanoinfer_lab.testing.schedules import Abort, Arrive, InvariantError, RunStep, State, World, check_scheduler, replay
-from tests.lab.testing import mutants
 from tests.lab.testing.worlds import WORLDS
 
 
@@ -160,9 +159,3 @@ def test_a_run_is_recorded_for_the_page_that_replays_it():
 def test_exploring_imports_no_torch():
     code = "import sys, nanoinfer.testing.schedules; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_the_worlds_find_a_change_of_one_place():
-    [number] = [number for number, place in enumerate(mutants.changed(mutants.FILES[0], -1)[1]) if place[0] == "choose_victim"]
-    assert mutants.is_found(mutants.FILES[0], number)
