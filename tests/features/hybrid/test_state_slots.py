@@ -103,6 +103,18 @@ def test_a_checkpoint_is_taken_before_a_slot_that_a_sequence_has_and_the_oldest_
     assert not manager.can_start(1, [])  # sequences have all three
 
 
+def test_a_growing_text_gives_up_its_own_checkpoints_before_those_of_others():
+    manager = make(3, 12)
+    other, growing = sequence([1, 1]), sequence([5])
+    start(manager, other)
+    manager.free(other)
+    start(manager, growing)
+    for token_id in range(6, 14):
+        grow(growing, token_id)
+        run(manager, growing)
+    assert start_would_reuse(manager, [1, 1, 0]) == 2
+
+
 def test_a_checkpoint_goes_with_its_block():
     manager = make(8, num_blocks=2)
     seq = sequence([5, 6, 7])
