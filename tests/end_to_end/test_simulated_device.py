@@ -140,7 +140,7 @@ def run_random_requests(family, path, num_requests):
     [
         pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family not in ("gpt_oss_window", "qwen3_5")))
         for family in FAMILIES
-        for num in (5, 100)
+        for num in (7, 100)
     ],
 )
 def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
