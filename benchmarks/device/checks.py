@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/attention/test_triton.py",
     "tests/end_to_end/test_gpu.py",
-    "tests/fast/cuda/test_fused_kernels.py",
     "tests/fast/cuda/test_linear_kernel.py",
     "tests/fast/cuda/test_layouts.py",
     "tests/fast/cuda/test_cuda_compile.py",

@@ -8,27 +8,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = [
-    "README.md",
-    "README.zh.md",
-    "AGENTS.md",
-    "BENCHMARKS.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "benchmarks/README.md",
-    "examples/README.md",
-    "one_file/README.md",
+NAMES = "README.md README.zh.md AGENTS.md BENCHMARKS.md CONTRIBUTING.md SECURITY.md".split()
+NAMES += ["benchmarks/README.md", "examples/README.md", "one_file/README.md"]
+PAGES = [
+    *(ROOT / name for name in NAMES),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("nanoinfer/features/*/README.md")),
 ]
-PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 READING = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
 FOLDERS = [ROOT, ROOT / "nanoinfer", *(path for path in ROOT.glob("nanoinfer*/*") if path.is_dir()), *ROOT.glob("tests/*")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_names_and_links_to_files_and_headings_that_exist(page):
     text = page.read_text(encoding="utf-8")
     names = set(re.findall(r"`([\w./-]+\.(?:py|html))`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
-    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in FOLDERS)] == []
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in (page.parent, *FOLDERS))] == []
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
         file = page.parent / target if target else page
         assert file.exists(), target

@@ -298,16 +298,6 @@ def test_the_cumulative_logprob_is_the_sum_and_none_without_logprobs(ids_llm):
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
 
 
-def test_a_stream_tells_the_logprobs_of_its_tokens(ids_llm):
-    params = asked(logprobs=2)
-    [whole] = answers(ids_llm, [1, 2, 3], params)
-    deltas = list(ids_llm.stream([1, 2, 3], params))
-    assert [row for delta in deltas for row in delta.logprobs] == whole.logprobs
-    assert [next(iter(delta.logprobs[0])) for delta in deltas] == [delta.token_ids[0] for delta in deltas]
-    assert deltas[-1].output.outputs == [whole]
-    assert {delta.logprobs for delta in ids_llm.stream([1, 2, 3], asked())} == {None}
-
-
 def test_a_logprob_tells_its_ids_text(llm, ids_llm):
     params = SamplingParams(seed=1, max_tokens=8, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     [output] = generate(llm, "Once upon a time", params)

@@ -1,6 +1,6 @@
 """What is wrong is refused before any work, in one sentence that names it. What shows later ends its own sequence alone.
 
-tests/test_error_texts.py has the texts of the declared arguments for plain values.
+tests/test_config.py and tests/test_sampling_params.py have the messages for plain values of the declared arguments.
 """
 
 import inspect

@@ -7,8 +7,8 @@ import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.inputs import InputProcessor, RequestFeature
-from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError
+from nanoinfer.engine.inputs import InputProcessor, RequestFeature, as_list, one_per_prompt
+from nanoinfer.errors import InvalidPromptError, InvalidTypeError, InvalidValueError, NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.scheduling.sequence import Constraint
 
@@ -116,3 +116,19 @@ def test_an_error_names_the_prompt():
         processor().prepare_all([[3], []], PARAMS)
     with pytest.raises(InvalidValueError, match="priority must be one, or one per prompt"):
         processor(accepts_priority=True).prepare_all([[3], [4]], PARAMS, priority=[1])
+
+
+def test_a_list_of_ids_is_one_prompt_and_a_list_of_lists_several():
+    assert as_list([3, 4]) == [[3, 4]]
+    assert as_list([[3], [4]]) == [[3], [4]]
+    assert as_list([]) == []
+    with pytest.raises(InvalidTypeError, match="prompts must be"):
+        as_list(5)
+
+
+def test_parameters_are_one_for_all_or_one_for_each():
+    assert list(one_per_prompt(PARAMS, 2)) == [PARAMS, PARAMS]
+    assert list(one_per_prompt([PARAMS], 1)) == [PARAMS]
+    for wrong in ([PARAMS], "a"):
+        with pytest.raises(NanoinferError, match="sampling_params must be"):
+            one_per_prompt(wrong, 2)

@@ -235,10 +235,8 @@ def metadata_of(config) -> dict:
         sizes |= {"attention.layer_norm_epsilon": config.layer_norm_epsilon}
     else:
         sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
-        sizes |= {
-            "feed_forward_length": getattr(config, "intermediate_size", None),
-            "context_length": config.max_position_embeddings,
-        }
+        sizes |= {"feed_forward_length": getattr(config, "intermediate_size", None)}
+        sizes |= {"context_length": config.max_position_embeddings}
         rope = config.rope_parameters
         if arch == "gemma3":
             sizes |= {"rope.freq_base_swa": rope["sliding_attention"]["rope_theta"], "attention.sliding_window_pattern": 3}
@@ -253,10 +251,8 @@ def metadata_of(config) -> dict:
             sizes |= {"rope.scaling.yarn_beta_fast": rope["beta_fast"], "rope.scaling.yarn_beta_slow": rope["beta_slow"]}
             sizes |= {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
             sizes |= {"expert_feed_forward_length": config.intermediate_size}
-        sizes |= {
-            "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        }
+        sizes |= {"attention.head_count_kv": config.num_key_value_heads}
+        sizes |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
         if config.model_type in _WITH_STATES:
             sizes |= {"ssm.conv_kernel": config.linear_conv_kernel_dim, "ssm.state_size": config.linear_key_head_dim}
             sizes |= {"ssm.group_count": config.linear_num_key_heads, "ssm.time_step_rank": config.linear_num_value_heads}
@@ -334,14 +330,8 @@ def with_states(name: str, weight: torch.Tensor, config) -> torch.Tensor:
         return weight
 
     def tiled(rows):
-        heads = rows.chunk(num_heads)
-        return torch.cat(
-            [
-                heads[k * (num_heads // num_key_heads) + v]
-                for v in range(num_heads // num_key_heads)
-                for k in range(num_key_heads)
-            ]
-        )
+        heads, num_each = rows.chunk(num_heads), num_heads // num_key_heads
+        return torch.cat([heads[k * num_each + v] for v in range(num_each) for k in range(num_key_heads)])
 
     if name.endswith("out_proj.weight"):
         return tiled(weight.T).T

@@ -7,7 +7,7 @@ import pytest
 from examples.least_frequently_hit import LeastFrequentlyHit
 from examples.shortest_job_first import ShortestJobFirst
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -282,3 +282,29 @@ def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(mon
 def test_a_class_of_another_kind_is_refused_before_a_model_is_loaded(arguments, words):
     with pytest.raises(InvalidTypeError, match=words):
         LLM("no such model", **arguments)
+
+
+@pytest.mark.parametrize("point", ["order_waiting", "may_start", "num_reserved_blocks", "choose_evicted"])
+def test_after_a_policy_that_raises_every_request_is_served(point):
+    """An error of a policy is the caller's to see. The engine requeues all requests, as after any failed step."""
+    owner, failing = BlockManager if point == "choose_evicted" else Scheduler, []
+
+    def method(self, *args):
+        if failing:
+            raise LookupError(failing.pop())
+        return getattr(owner, point)(self, *args)
+
+    mine = type("Mine", (owner,), {point: method})
+    scheduler = SchedulerConfig(scheduler_cls=mine if owner is Scheduler else None, max_num_seqs=2)
+    cache = CacheConfig(block_manager_cls=mine if owner is BlockManager else None)
+    one = LLMEngine(FakeExecutor(num_blocks=8, block_size=2, max_model_len=16), EngineConfig(scheduler=scheduler, cache=cache))
+    params = SamplingParams(max_tokens=6, detokenize=False)
+    for first in (5, 30, 60):  # fills the prefix cache
+        order_of(one, [one.add_request(list(range(first, first + 6)), params)])
+    requests = [one.add_request(list(range(first, first + 6)), params) for first in (100, 200, 300)]
+    failing.append("my own fault")
+    with pytest.raises(LookupError, match="my own fault"):
+        order_of(one, requests)
+    order_of(one, requests)
+    assert [request.output.outputs[0].token_ids[0] for request in requests] == [106, 206, 306]
+    assert one.block_manager.num_free_blocks == 8

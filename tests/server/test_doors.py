@@ -68,6 +68,7 @@ def test_an_http_api_gives_the_answers_of_llm_whole_and_streamed(server, expecte
     assert {answer.finish_reason for output, _ in expected.values() for answer in output.outputs} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_an_async_llm_gives_the_answers_of_llm(expected):
     async def answers():
         async with AsyncLLM("tiny-qwen3", seed=0, kv_cache_memory=2**24) as async_llm:
@@ -82,6 +83,7 @@ def test_an_async_llm_gives_the_answers_of_llm(expected):
     }
 
 
+@pytest.mark.slow
 def test_a_batch_gives_the_answers_of_llm(expected, tmp_path):
     requests = []
     for name, asked in QUESTIONS.items():
@@ -96,6 +98,7 @@ def test_a_batch_gives_the_answers_of_llm(expected, tmp_path):
         assert found.texts == [answer.text for answer in expected[name][kind == "chat"].outputs], custom_id
 
 
+@pytest.mark.slow
 def test_the_command_line_gives_the_answers_of_llm(llm, expected, monkeypatch):
     monkeypatch.setattr(nanoinfer.llm, "LLM", lambda **given: llm)
     for name, (text, chat) in expected.items():

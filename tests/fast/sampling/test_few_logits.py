@@ -38,13 +38,14 @@ SAMPLERS = {"fast": sampling_by(few_logits.FewLogits()), "plain": sampling_by(),
 NUM_AS_ON_A_GPU = 3  # rows, because Triton's interpreter takes long
 
 
-def disagreeing(logits, batch):
+def disagreeing(logits, batch, *, by_triton=True):
     """The rows whose token differs between the samplers. No row may have an error. Some rows are also drawn as on a GPU."""
-    every = slice(None, None, max(len(logits) // NUM_AS_ON_A_GPU, 1))
     fast, plain = (sampler(logits.clone(), batch).read() for sampler in (SAMPLERS["fast"], SAMPLERS["plain"]))
-    on_gpu = as_on_a_gpu(logits[every].clone(), batch_of(list(batch.sequences[every]), logits.shape[-1])).read()
-    assert fast.errors == plain.errors == on_gpu.errors == {}
-    assert on_gpu.token_ids == plain.token_ids[every]
+    assert fast.errors == plain.errors == {}
+    if by_triton:
+        every = slice(None, None, max(len(logits) // NUM_AS_ON_A_GPU, 1))
+        on_gpu = as_on_a_gpu(logits[every].clone(), batch_of(list(batch.sequences[every]), logits.shape[-1])).read()
+        assert (on_gpu.errors, on_gpu.token_ids) == ({}, plain.token_ids[every])
     return [row for row, ids in enumerate(zip(fast.token_ids, plain.token_ids, strict=True)) if len(set(ids)) > 1]
 
 
@@ -106,7 +107,7 @@ def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, nu
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
     assert len(getattr(batch.row_groups, f"{group}_rows")) == num_rows
     for kind in KINDS[:3] if vocab_size < 50_257 else KINDS[:1]:
-        assert disagreeing(random_logits(kind, num_rows, vocab_size), batch) == []
+        assert disagreeing(random_logits(kind, num_rows, vocab_size), batch, by_triton=kind == KINDS[0]) == []
 
 
 @pytest.mark.parametrize(("tie_margin", "num_tried"), [(0, 1), (1, 2), (299, 299), (9999, 9999)])
@@ -114,7 +115,8 @@ def test_the_sizes_of_the_fast_path_change_no_token(tie_margin, num_tried, monke
     monkeypatch.setattr(few_logits, "TIE_MARGIN", tie_margin)
     monkeypatch.setattr(few_logits, "NUM_TRIED", num_tried)
     for kind in KINDS[:3]:
-        assert disagreeing(random_logits(kind, 256, 300), random_batch(random.Random(kind), 256, 300)) == []
+        batch = random_batch(random.Random(kind), 256, 300)
+        assert disagreeing(random_logits(kind, 256, 300), batch, by_triton=False) == []
 
 
 # ---- rows for which the largest logits are not enough
@@ -162,11 +164,11 @@ def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
 def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, monkeypatch):
     """The injected fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
-    logits = torch.zeros(50, 1000)
-    batch = batch_of([sequence(seed, **params) for seed in range(50)], 1000)
+    logits = torch.zeros(40, 1000)
+    batch = batch_of([sequence(seed, **params) for seed in range(40)], 1000)
     assert disagreeing(logits, batch) == []
     monkeypatch.setattr(few_logits, "_plainly_where", lambda is_undecided, token_ids, logits, batch: token_ids)
-    assert len(disagreeing(logits, batch)) > 25
+    assert len(disagreeing(logits, batch, by_triton=False)) > 20
     monkeypatch.setattr(draw_kernel, "draw_undecided", lambda *_: None)
     with pytest.raises(AssertionError):
         disagreeing(logits, batch)
@@ -176,7 +178,7 @@ def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, mo
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("vocab_size", [2, 30, 1000])
+@pytest.mark.parametrize("vocab_size", [2, 1000])
 def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vocab_size, bad):
     """Two good rows and a bad row of each group, in one batch and in a batch per group."""
     generator = torch.Generator().manual_seed(0)

@@ -11,15 +11,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 import nanoinfer
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.errors import (
-    CheckpointError,
-    InvalidPromptError,
-    InvalidTypeError,
-    InvalidValueError,
-    NanoinferError,
-    UnsupportedError,
-)
+from nanoinfer import LLM, SamplingParams, errors
 from nanoinfer.features.embedding.pooling import INSTRUCTION, PoolingParams
 from tests.helpers import tiny_models
 from tests.helpers.pooling_cases import NEWER, POOLING, write_modules
@@ -120,7 +112,9 @@ def test_a_text_ends_as_its_tokenizer_ends_it_also_when_it_is_truncated(embeddin
         assert ids_of(cut) == hf(TEXTS, truncation=True, max_length=5)["input_ids"]
         assert ids_of(llm.embed([list(range(9))], truncate_prompt_tokens=5)) == [list(range(5))]
         long = "a little dog " * 600
-        with pytest.raises(InvalidPromptError, match=r"prompt 1: .*maximum context length is 512 tokens.* has 1802 tokens"):
+        with pytest.raises(
+            errors.InvalidPromptError, match=r"prompt 1: .*maximum context length is 512 tokens.* has 1802 tokens"
+        ):
             llm.embed(["a", long], use_tqdm=False)
         [whole] = ids_of(llm.embed(long, use_tqdm=False, truncate_prompt_tokens=-1))
         assert (len(whole), whole[-1]) == (512, hf.eos_token_id)
@@ -188,39 +182,37 @@ def test_settings_of_sentence_transformers_that_are_not_supported_are_refused_by
         for name, content, words in UNSUPPORTED:
             write_modules(path, NEWER, "x.Pooling", Pooling={"pooling_mode": "mean", "include_prompt": False})
             (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-            with pytest.raises(CheckpointError if name == "modules.json" else NanoinferError, match=words):
+            with pytest.raises(errors.CheckpointError if name == "modules.json" else errors.NanoinferError, match=words):
                 llm.embed("a")
             (path / name).unlink()
         for module, settings, words in MODULES:
             write_modules(path, NEWER, module, **settings)
-            with pytest.raises(UnsupportedError, match=words):
+            with pytest.raises(errors.UnsupportedError, match=words):
                 llm.embed([[1, 2]])
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
-    with pytest.raises(UnsupportedError, match="is_causal must be True, got False; others are not supported"):
+    with pytest.raises(errors.UnsupportedError, match="is_causal must be True, got False; others are not supported"):
         LLM(path, **SETTINGS)
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(qwen3_path):
     with LLM(qwen3_path, **SETTINGS) as llm:
         for params, words in (({"dimensions": 49}, "at most the model's 48"), ({"truncate_prompt_tokens": 513}, "at most")):
-            with pytest.raises(InvalidValueError, match=words):
+            with pytest.raises(errors.InvalidValueError, match=words):
                 llm.embed([[1, 2]], pooling_params=PoolingParams(**params))
         for params in ({"dimensions": 0}, {"truncate_prompt_tokens": -2}, {"truncate_prompt_tokens": 0}):
-            with pytest.raises(InvalidValueError, match=next(iter(params))):
+            with pytest.raises(errors.InvalidValueError, match=next(iter(params))):
                 PoolingParams(**params)
-        with pytest.raises(InvalidTypeError, match="did you mean dimensions"):
+        with pytest.raises(errors.InvalidTypeError, match="did you mean dimensions"):
             PoolingParams(dimension=3)
-        with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
-            llm.embed([[1, 2]], pooling_params=SamplingParams())
-        with pytest.raises(InvalidTypeError, match="pooling_params must be PoolingParams"):
-            llm.score("a", "b", pooling_params={"dimensions": 3})
+        for call, params in ((llm.embed, SamplingParams()), (partial(llm.score, "a"), {"dimensions": 3})):
+            with pytest.raises(errors.InvalidTypeError, match="pooling_params must be PoolingParams"):
+                call("b", pooling_params=params)
         for call in (llm.embed, partial(llm.score, "a")):
-            with pytest.raises(InvalidValueError, match=r"truncate_prompt_tokens, or pooling_params, .* not both"):
+            with pytest.raises(errors.InvalidValueError, match=r"truncate_prompt_tokens, or pooling_params, .* not both"):
                 call("b", pooling_params=PoolingParams(), truncate_prompt_tokens=3)
-        with pytest.raises(UnsupportedError, match="no reranker"):
+        with pytest.raises(errors.UnsupportedError, match="no reranker"):
             llm.score("a", "b")
-        assert not hasattr(llm, "classify")
 
 
 # ---- scores
@@ -254,14 +246,16 @@ def test_a_rerankers_score_is_the_probability_of_yes_in_qwens_template(reranker_
         assert llm.score(QUERIES[0], DOCUMENTS, use_tqdm=False)[0].outputs == outputs[0].outputs
         cut = llm.score(QUERIES[1], DOCUMENTS[1], use_tqdm=False, truncate_prompt_tokens=len(before) + len(after) + 7)[0]
         assert cut.prompt_token_ids == before + hf.encode(bodies[1], add_special_tokens=False)[:7] + after
-        with pytest.raises(InvalidValueError, match="this is a reranker; leave it out, got 3"):
+        with pytest.raises(errors.InvalidValueError, match="this is a reranker; leave it out, got 3"):
             llm.score(QUERIES, DOCUMENTS, pooling_params=PoolingParams(dimensions=3))
         for queries, documents in (([], DOCUMENTS), (QUERIES, DOCUMENTS[:1]), (QUERIES[:1], [])):
             numbers = f"{len(queries)} queries and {len(documents)} documents"
-            with pytest.raises(InvalidValueError, match=f"must be documents, and one query, or one for each .* got {numbers}"):
+            with pytest.raises(
+                errors.InvalidValueError, match=f"must be documents, and one query, or one for each .* got {numbers}"
+            ):
                 llm.score(queries, documents)
         for wrong in ([1], 5, None, {"content": "b"}):
-            with pytest.raises(InvalidTypeError, match="queries and documents must be strings or lists of strings, got"):
+            with pytest.raises(errors.InvalidTypeError, match="queries and documents must be strings or lists of strings, got"):
                 llm.score("a", wrong)
         assert_nothing_is_left(llm)
 
@@ -271,7 +265,7 @@ def test_an_embedding_models_score_is_the_cosine(embedding_path):
         query, *documents = vectors(llm.embed([QUERIES[0], *DOCUMENTS], use_tqdm=False))
         outputs = llm.score(QUERIES[0], DOCUMENTS, use_tqdm=False)
         assert [one.outputs.score for one in outputs] == pytest.approx([float(query @ one) for one in documents], abs=1e-6)
-        with pytest.raises(InvalidValueError, match="instruction is for rerankers"):
+        with pytest.raises(errors.InvalidValueError, match="instruction is for rerankers"):
             llm.score("a", "b", instruction="Judge")
 
 
@@ -288,5 +282,5 @@ def test_a_step_computes_the_logits_once_and_the_answers_of_a_logit_score_must_b
         assert [one.outputs for one in llm.score(QUERIES, DOCUMENTS, use_tqdm=False)] == wanted
         assert sum(num_rows) == len(QUERIES)
         write_modules(path, NEWER, "x.LogitScore", LogitScore=ids | {"false_token_id": None})
-        with pytest.raises(UnsupportedError, match="no reranker"):
+        with pytest.raises(errors.UnsupportedError, match="no reranker"):
             llm.score("a", "b")

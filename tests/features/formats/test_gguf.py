@@ -131,19 +131,16 @@ def test_floats_keep_their_dtype_and_the_integers_of_an_expert_are_its_part_of_t
         torch.testing.assert_close(kept.widened(), expected[expert], atol=0, rtol=1e-6)
 
 
-def test_llamas_queries_and_keys_get_back_the_order_of_their_rows(tmp_path):
-    q, k = torch.randn(4 * 8, 6), torch.randn(2 * 8, 6)
+def test_rows_and_integers_of_llamas_queries_are_in_the_order_of_the_checkpoint(tmp_path):
     metadata = {"general.architecture": "llama", "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
-    stored = {"q": gguf_files.to_pairs(q, 4), "k": gguf_files.to_pairs(k, 2), "v": k}
-    assert not torch.equal(stored["q"], q)
-    weights = file_of(tmp_path, metadata, **{f"blk.0.attn_{name}.weight": floats(weight) for name, weight in stored.items()})
-    for name, weight in {"q": q, "k": k, "v": k}.items():
-        assert torch.equal(weights.read(f"layers.0.self_attn.{name}_proj.weight"), weight)
-        assert torch.equal(weights.read(f"layers.0.self_attn.{name}_proj.weight", slice(3, 7)), weight[3:7])
-    for name in ("Q4_0", "Q8_0"):
-        weights = file_of(tmp_path, metadata, **{"blk.0.attn_q.weight": random_blocks(name, (4 * 8, 64), seed=4)[0]})
-        query = "layers.0.self_attn.q_proj.weight"
-        torch.testing.assert_close(weights.integers(query).widened(), weights.read(query), atol=0, rtol=1e-6)
+    query = "layers.0.self_attn.q_proj.weight"
+    for kind in ("F32", "Q4_0", "Q8_0"):
+        tensor = floats(torch.randn(32, 64)) if kind == "F32" else random_blocks(kind, (32, 64), seed=4)[0]
+        weights = file_of(tmp_path, metadata, **{"blk.0.attn_q.weight": tensor})
+        whole = weights.read(query)  # which is compared above, by its logits
+        assert torch.equal(weights.read(query, slice(3, 7)), whole[3:7])
+        if kind != "F32":
+            torch.testing.assert_close(weights.integers(query).widened(), whole, atol=0, rtol=1e-6)
 
 
 KINDS = ("F16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4")
@@ -194,14 +191,12 @@ def llama_file(path, tensors=(), **metadata):
     return read_gguf(gguf_files.write(path / "llama.gguf", {"general.architecture": "llama"} | metadata, tensors))
 
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 32, "head_dim": 16}
-CONFIG |= {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-CONFIG |= {"num_attention_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}  # not 9.999999747378752e-06
-
-
 def test_the_config_is_that_of_config_json(tmp_path):
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-    assert to_config(llama_file(tmp_path)) == CONFIG | rope
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 32}
+    config |= {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}  # not 9.999999747378752e-06
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    assert to_config(llama_file(tmp_path)) == config
 
 
 def llama3_factors(factor):

@@ -132,7 +132,7 @@ def test_the_ratio_is_exactly_one_under_load_and_after_each_step(tmp_path, famil
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)  # which counts no version of a tensor
     with LLM(path, dtype=dtype, batch_invariant=True, **settings) as llm:
         for version in range(2):
-            outputs = ratio_under_load.sample(llm, rng, num_prompts=8, num_ids=96, longest=28)
+            outputs = ratio_under_load.sample(llm, rng, num_prompts=6, num_ids=96, longest=28)
             events += sum(one.num_cached_tokens + one.metrics.num_preemptions for one in outputs)
             answers = ratio_under_load.answers_of(outputs)
             found = policy([ids for ids, _ in answers])

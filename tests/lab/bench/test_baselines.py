@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.baselines.process import ENGINES, Baseline, BaselineProcess, Requirements, parse_baselines
 from benchmarks.compare import app
-from nanoinfer.errors import InvalidValueError, NanoinferError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer_lab.bench.workloads import Workload
 from tests.helpers.precompiled import in_new_cache
@@ -99,24 +99,14 @@ def test_the_ratio_to_another_engine(stub):
     assert found["ratios"] == {"vllm": pytest.approx(found["speeds"]["nanoinfer"] / found["speeds"]["vllm"])}
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("sglang", r"engines must be some of transformers, openvino, vllm, .*, with commas, got 'sglang'"),
-        ("vllm,vllm", "engines must name each engine once, got 'vllm' twice"),
-        ("vllm=/no/python", "'/no/python' is not a Python that runs .*; write vllm=/environment/bin/python"),
-        ("llama.cpp", r"is not installed for .* \(no module missing_module\); install it in its own environment, pip"),
-    ],
-)
-def test_a_baseline_that_cannot_run_is_refused_with_a_hint(stub, monkeypatch, text, sentence):
+def test_a_baseline_has_this_python_and_what_it_cannot_do_is_one_sentence(stub, monkeypatch):
     monkeypatch.setitem(ENGINES, "llama.cpp", Requirements(("missing_module",), "pip install llama-cpp-python"))
-    with pytest.raises(InvalidValueError, match=sentence):
-        parse_baselines(text)
-
-
-def test_a_baseline_has_this_python_and_takes_all_requests_at_once_in_its_own_dtypes(stub):
     assert parse_baselines("transformers,vllm") == [Baseline("transformers", sys.executable), Baseline("vllm", sys.executable)]
     for arguments, sentence in (
+        ("--engines sglang", "engines must be some of transformers, openvino, vllm, llama.cpp, nano-vllm, with commas, got"),
+        ("--engines vllm,vllm", "engines must name each engine once, got 'vllm' twice"),
+        ("--engines vllm=/no/python", "'/no/python' is not a Python that runs"),
+        ("--engines llama.cpp", "(no module missing_module); install it in its own environment, pip install llama-cpp-python"),
         ("--num-prompts 1 --request-rate 2", "other engines take all requests at once; leave out request_rate=2.0"),
         (f"--dtype half --engines vllm={sys.executable}", "vllm requires device=cpu and dtype bfloat16 or float32, got cpu"),
     ):
