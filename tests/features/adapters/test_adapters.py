@@ -218,8 +218,10 @@ def test_blocks_are_shared_by_the_same_adapter_and_by_no_other(qwen3, tmp_path):
         return output.num_cached_tokens
 
     same = LoRARequest("the same numbers", 9, adapters[0].lora_path)
-    cached = [num_cached(one) for one in (None, adapters[0], adapters[1], None, adapters[0], same)]
-    assert cached == [0, 0, 0, 28, 28, 28]
+    write_adapter(tmp_path / "scaled", linear_shapes(base), seed=1, lora_alpha=32)
+    scaled = LoRARequest("the same matrices, twice as strong", 10, str(tmp_path / "scaled"))
+    cached = [num_cached(one) for one in (None, adapters[0], adapters[1], None, adapters[0], same, scaled)]
+    assert cached == [0, 0, 0, 28, 28, 28, 0]
     digest = adapter_of(llm.engine.inputs, adapters[0]).digest
     assert [num_cached(None, cache_salt=salt) for salt in (digest, f"{digest}/")] == [0, 0]  # no salt names an adapter
     assert [num_cached(adapters[0], cache_salt="a"), num_cached(adapters[0], cache_salt="a")] == [0, 28]
