@@ -538,20 +538,26 @@ class Watching:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_blocks": 9}, {"chunk_size": 3}], ids=str)
-def test_a_processor_sees_its_own_prompt_and_output_at_each_step(qwen3_path, arguments):
+def test_a_processor_sees_its_own_prompt_and_output_and_what_masks_and_penalties_leave_at_each_step(qwen3_path, arguments):
+    """The temperature and the filters come after it."""
     llm, watching = load(qwen3_path, **arguments), [Watching(), Watching()]
     prompts = [random_prompt(10), random_prompt(9, seed=1), random_prompt(3)]
-    params = [asked(n=2, logits_processors=[watching[0]]), asked(logits_processors=[watching[1]], temperature=0.0), asked()]
+    given = [BOOK | PENALTIES[-1] | {"temperature": 0.5, "top_k": 5, "min_tokens": 10}, BOOK | {"temperature": 0.0}, {}]
+    params = [
+        asked(logits_processors=[watch], **one) for watch, one in zip(watching, ({"n": 2} | given[0], given[1]), strict=True)
+    ]
+    params.append(asked())
     outputs = generate(llm, prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == [
-        token_ids(llm, p, asked(temperature=t)) for p, t in zip(prompts, (1.0, 0.0, 1.0), strict=True)
+        token_ids(llm, prompt, asked(**one)) for prompt, one in zip(prompts, given, strict=True)
     ]
-    for output, watch in zip(outputs, watching, strict=False):
+    for output, watch, its_params in zip(outputs, watching, params, strict=False):
         expected = [answer.token_ids[:i] for answer in output.outputs for i in range(10)]
         assert sorted(seen for _, seen, _ in watch.calls) == sorted(expected)
         assert all(prompt == output.prompt_token_ids for prompt, _, _ in watch.calls)
         for prompt, seen, logits in watch.calls:
-            torch.testing.assert_close(logits, oracle_logits(qwen3_path, prompt + seen)[-1], atol=1e-4, rtol=0)
+            expected = by_the_book(oracle_logits(qwen3_path, prompt + seen)[-1], prompt, seen, its_params)
+            torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=0)
     assert any(output.metrics.num_preemptions for output in outputs) == ("num_blocks" in arguments)
     assert_nothing_is_left(llm)
 
