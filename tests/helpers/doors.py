@@ -224,6 +224,7 @@ class Responses:
         text, reasoning = ("".join(item["content"][0]["text"] for item in items) for items in kinds.values())
         reason = {"incomplete": "length", "completed": "tool_calls" if calls else "stop"}[whole["status"]]
         assert (reason == "length") == (whole["incomplete_details"] == {"reason": "max_output_tokens"})
+        assert reason == "length" or {item["status"] for item in whole["output"]} <= {"completed"}
         usage = whole["usage"]
         return Reply([text], [reason], usage["input_tokens"], usage["output_tokens"], reasoning, calls)
 
