@@ -34,7 +34,7 @@ MISTAKES = [  # (a command, words of the sentence)
     ("check-scheduler builtins:dict", "must be a subclass of Scheduler, of BlockManager, or one of each, got dict"),
     (
         f"check-scheduler {POLICIES}:PriorityScheduler {POLICIES}:DeadlineScheduler",
-        "or one of each, got PriorityScheduler, Dead",
+        "or one of each, got PriorityS",
     ),
     ("check-scheduler --html .", "cannot write .: it is a folder; give another path"),
     ("check-scheduler nowhere:Mine", "must be a class or its name"),
