@@ -52,8 +52,12 @@ def run_on_simulated_device(family, folder, source=None):
             assert dtype == "bfloat16" or facts(outputs) == expected
             assert sum(replay.__self__.num_replays for _, replay, _ in llm.runner.graphs._graphs.values()) > 3
             assert llm.runner.begin_step is engine.FlashAttend
-    with simulated(engine):  # the library has no fp32, which is the dtype of the bundled models
-        assert engine.LLM(folder, device="sim", dtype="float32", num_blocks=16, **SIZES).runner.graphs is None
+    with simulated(engine) as device:  # the library has no fp32, which is the dtype of the bundled models
+        llm = engine.LLM(folder, device="sim", dtype="float32", num_blocks=16, **SIZES)
+        device.reset_counts()
+        outputs, steps = generate(engine, llm)
+        assert llm.runner.graphs is None
+        assert (len(device.waits), facts(outputs)) == (len(steps), expected)
 
 
 CHANGES = {  # what is wrong -> (text of the file, the text in its place)

@@ -11,11 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import nanoinfer
 from nanoinfer.attention.cpu import CPUBackend
 from nanoinfer.system import process
-
-PACKAGE = Path(nanoinfer.__file__).parent
 
 
 @pytest.fixture(autouse=True)

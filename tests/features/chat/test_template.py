@@ -91,7 +91,6 @@ PARTS["a loop for users only"] = (
 PARTS["a loop after a system message alone"] = (
     "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS["a loop"]
 )
-STRINGS = ["{{ message.content | trim }}", "{% if message.content is string %}{{ message.content }}{% else %}list{% endif %}"]
 
 
 @pytest.mark.parametrize("content", PARTS.values(), ids=PARTS)
