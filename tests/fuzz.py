@@ -358,10 +358,12 @@ def compare_hits(num_requests, rng, given):
         settings = {"dtype": given.dtype, "batch_invariant": True, "enforce_eager": given.enforce_eager}
         merged = {one: LLM(path, lora=one.lora_path, kv_cache_memory=2**24, **settings) for one in adapters}
         if adapters:
-            settings |= {"enable_lora": True, "max_loras": rng.randint(1, len(adapters)), "max_lora_rank": len(adapters)}
+            settings |= {"enable_lora": True, "max_lora_rank": len(adapters)}
 
         def new_round():
             settings["block_size"] = rng.choice([4, 8, 16])
+            if adapters:
+                settings["max_loras"] = rng.randint(1, len(adapters))
             plain = LLM(path, kv_cache_memory=2**26, enable_prefix_caching=False, **settings)
             llm, more = cramped_engine(rng, path, MOST_SHARED + MOST_OWN + MOST_NEW, settings)
             return llm, plain, more, lambda: call_with_ids(rng, earlier, adapters)
@@ -374,12 +376,14 @@ MODEL_LEN = 96
 
 
 def use_api(num_requests, rng, given):
+    can_promise = LLM("tiny-qwen3", kv_cache_memory=2**24).batch_independent
+
     def new_round():
         settings = {
             "block_size": rng.choice([1, 4, 16, 64]),
             "max_model_len": MODEL_LEN,
             "attention_backend": rng.choice(["auto", "auto", "reference"]),
-            "batch_invariant": rng.random() < 0.5,
+            "batch_invariant": can_promise and rng.random() < 0.5,
         }
         llm, settings = cramped_engine(rng, rng.choice(["tiny-gpt2", "tiny-qwen3"]), MODEL_LEN, settings)
         return llm, llm, settings, lambda: call_with_text(rng)

@@ -265,6 +265,8 @@ def main() -> int:
     if given.what == "record":
         record(given.paths)
         return 0
+    if not given.junit.exists():
+        parser.error(f"there is no {given.junit}; python -m tests.mutations record writes it")
     chosen = choose(given.paths, given.number, given.seed)
     add_tests(chosen, given.coverage, given.junit)
     trial = Trial(chosen, given.jobs)
@@ -274,7 +276,7 @@ def main() -> int:
     (FOLDER / f"{given.seed}.json").write_text(
         json.dumps([asdict(one) | {"tests": len(one.tests)} for one in chosen], indent=1)
     )
-    print(f"seed {given.seed}: {num_found} of {len(tried)} changes are found ({num_found / len(tried):.1%})")
+    print(f"seed {given.seed}: {num_found} of {len(tried)} changes are found ({num_found / max(len(tried), 1):.1%})")
     print("Tests that fail alone without a change:", *sorted(trial.broken))
     return 0
 

@@ -110,17 +110,20 @@ def test_the_blocks_of_many_heads_are_not_too_large_to_be_copied(monkeypatch):
     [pytest.param("gpt2", {}, 768, marks=pytest.mark.long), ("qwen3", tiny_models.FEW_HEADS, 256)],
 )
 def test_the_engine_generates_the_same_with_it_as_with_the_reference(family, config, bytes_per_token, tmp_path):
-    """Ragged prompts in chunks, a shared prefix, a cache so small that sequences are preempted."""
+    """Ragged prompts in chunks, a shared prefix, a cache so small that a sequence is preempted."""
     path = tiny_models.save(family, tmp_path, **config)
-    prompts = [[7] * 16 + [5, 6], [7] * 16 + [9], list(range(3, 40)), [1]]
+    prompts = [list(range(3, 32)), [7] * 16 + [5, 6], list(range(3, 16)), [7] * 16 + [9]]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
     tokens = []
     for backend in ("reference", "triton"):
         llm = LLM(
             str(path), attention_backend=backend, block_size=16, kv_cache_memory=6 * 16 * bytes_per_token, chunk_size=16,
-            device=DEVICE,
+            max_num_batched_tokens=32, device=DEVICE,
         )  # fmt: skip
-        tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert sum(output.metrics.num_preemptions for output in outputs) == 1
+        assert sum(output.metrics.num_cached_tokens for output in outputs) == 16
+        tokens.append([output.outputs[0].token_ids for output in outputs])
         tiny_models.assert_nothing_is_left(llm)
     assert tokens[0] == tokens[1]
 

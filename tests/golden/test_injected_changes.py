@@ -64,6 +64,7 @@ def tree(tmp_path_factory):
     """A folder with a copy of the package."""
     folder = tmp_path_factory.mktemp("tree")
     copy_package(folder)
+    assert check_plans(folder).returncode == 0  # as it is, it has the same plans
     return folder
 
 

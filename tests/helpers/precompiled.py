@@ -29,10 +29,10 @@ _run = native._run
 
 def install() -> None:
     """Use the folder of all runs, and include compiled headers in the libraries of native.py from now on."""
-    native.cache_folder().mkdir(parents=True, exist_ok=True)
-    if made_folder() != native.cache_folder():
-        with suppress(FileExistsError):  # of the user, or of another process of this run
-            (native.cache_folder() / "kernels").symlink_to(made_folder() / "kernels", target_is_directory=True)
+    cache = native.cache_folder()
+    if cache.name.startswith("nanoinfer-tests-") and made_folder() != cache:  # a cache of the user's own gets no link
+        with suppress(FileExistsError):  # another process of this run was first
+            (cache / "kernels").symlink_to(made_folder() / "kernels", target_is_directory=True)
     native._run = lambda command: _run(with_headers(command) if "-shared" in command else command)
 
 

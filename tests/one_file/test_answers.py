@@ -194,7 +194,8 @@ def test_an_aborted_request_ends_and_the_others_go_on(engine):
 
 def test_a_value_out_of_its_range_is_refused(engine):
     for params in (
-        {"top_p": 0}, {"top_p": 2}, {"temperature": -1}, {"n": 0}, {"max_tokens": 0}, {"stop": [""]}, {"seed": 1.5},
+        {"top_p": 0}, {"top_p": 2}, {"temperature": -1}, {"n": 0}, {"max_tokens": 0}, {"stop": [""]}, {"min_p": 2},
+        {"seed": 1.5},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(params))):
             engine.SamplingParams(**params)

@@ -1,4 +1,4 @@
-"""The CUDA path of one_file/engine.py without a GPU: with tensors without data, and on the simulated device."""
+"""The CUDA path of one_file/engine.py without a GPU, on the simulated device."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -52,12 +52,21 @@ def run_on_simulated_device(family, folder, source=None):
             assert dtype == "bfloat16" or facts(outputs) == expected
             assert sum(replay.__self__.num_replays for _, replay, _ in llm.runner.graphs._graphs.values()) > 3
             assert llm.runner.begin_step is engine.FlashAttend
+    with simulated(engine) as device:  # the library has no fp32, which is the dtype of the bundled models
+        llm = engine.LLM(folder, device="sim", dtype="float32", num_blocks=16, **SIZES)
+        device.reset_counts()
+        outputs, steps = generate(engine, llm)
+        assert llm.runner.graphs is None
+        assert (len(device.waits), facts(outputs)) == (len(steps), expected)
 
 
 CHANGES = {  # what is wrong -> (text of the file, the text in its place)
     "padding in a block of the cache": ("(0, 0, 1, num_blocks * block_size, num_blocks)", "(0, 0, 1, 0, 0)"),
     "a graph keeps the block tables of its capture": (
         "(static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)", "(static if new.ndim == 1 else new).copy_(new)",
+    ),
+    "the keys of chunks begin where the queries do": (
+        "F.pad(seq_lens[n:].cumsum(0), (1, 0)).int()", 'self._chunks["cu_seqlens_q"]',
     ),
     "tables of int64": ("metadata.block_tables.int()", "metadata.block_tables"),
     "a copy of memory that is not pinned": ("tensor.pin_memory().to(device", "tensor.to(device"),

@@ -353,6 +353,7 @@ def test_what_branches_on_values_stays_a_module_between_programs_and_the_report_
     assert isinstance(model.stack[0].mlp.w1, KernelLinear)
     _, report = compiled("branching")
     assert set(report.left) == {"stack.0", "stack.1"}
+    assert {"stack.0.attention", "stack.0.mlp"} <= set(report.compiled)
 
 
 @pytest.mark.parametrize("model_class", [EarlyExit, AllStates])

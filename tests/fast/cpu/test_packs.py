@@ -266,12 +266,14 @@ def test_the_files_that_were_used_longest_ago_make_room(folder, checkpoint, monk
     start(checkpoint, dtype="float32")
     [largest] = files(folder)
     monkeypatch.setattr(packs, "MAX_BYTES", largest.stat().st_size * 9 // 5)
+    (folder / "writing").write_bytes(b"half")  # of a process that was killed
     start(checkpoint, dtype="bfloat16")
     [smaller] = set(files(folder)) - {largest}
     start(checkpoint, dtype="float32")  # used
     start(checkpoint, dtype="float16")
     assert largest in files(folder)
     assert smaller not in files(folder)
+    assert not (folder / "writing").exists()
     assert sum(path.stat().st_size for path in files(folder)) <= packs.MAX_BYTES
     monkeypatch.setattr(packs, "MAX_BYTES", 1000)
     start(checkpoint, quantization="int8")

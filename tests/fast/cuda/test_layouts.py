@@ -28,7 +28,7 @@ from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import metadata_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.02}  # of numbers around 1
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}  # of numbers around 1
 
 
 def layouts(x):

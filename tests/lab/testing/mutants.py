@@ -1,4 +1,5 @@
-"""Changes of one place of a source, which tests should find (tests/mutations.py): whether the explorer's worlds find them, says
+"""Changes of one place of a source, which tests should find. After `python -m tests.mutations record`, this command says which
+changes of the scheduler the explorer's worlds find:
 
     python -m tests.mutations try nanoinfer/scheduling --tests tests/lab/testing
 
