@@ -10,14 +10,14 @@ import pytest
 from nanoinfer.features.tracing import StepScheduled, TokenAppended
 from tests.helpers.scripts import ROOT, load
 
-ANIMATIONS = re.findall(r"pictures/animation-(\w+)\.svg", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ANIMATIONS)
+@pytest.mark.parametrize("name", ["attention", "continuous", "drafts", "paging"])
 def test_an_animation_is_small_has_no_script_and_shows_what_the_run_does(name):
-    assert sorted(ANIMATIONS) == ["attention", "continuous", "drafts", "paging"]
+    assert f"pictures/animation-{name}.svg" in INDEX
     stored = (ROOT / "docs" / "pictures" / f"animation-{name}.svg").read_text(encoding="utf-8")
     root = ET.fromstring(stored)
     assert len(stored) < 40_000

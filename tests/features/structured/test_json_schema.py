@@ -123,6 +123,11 @@ RULES = {
     ),
     "whatever looks like look-around": ({"type": "string", "pattern": r"^[(?=)\]]\(\?=\\b$"}, [r'"=(?=\\b"'], ['"b"']),
     "lenient": (LENIENT | array(1) | {"items": {"pattern": r"\bword"}, "not": {}}, ['["x","x"]'], ["{}"]),
+    "inheritance": (
+        {"allOf": [{"$ref": "#/definitions/A"}, KEYED | {"required": ["b"]}], "definitions": {"A": {"required": ["a"]}}},
+        ['{"a":1,"b":2}'],
+        ['{"a":1}', '{"b":2}', '{"a":1,"b":""}'],
+    ),
     "references as far as the stack allows": ({"$ref": "#/$defs/d1990", "$defs": CHAIN}, ["1"], ['"1"']),
 }
 

@@ -78,9 +78,11 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
         ({"input_len": "0"}, "input_len must be a number of tokens such as 128, or a range such as 16-256, got '0'"),
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
+        ({"burstiness": 0.0, "request_rate": 2.0}, "burstiness must be finite and > 0, got 0.0"),
         ({"burstiness": math.inf, "request_rate": 2.0}, "burstiness must be finite and > 0, got inf"),
         ({"burstiness": 0.5}, "burstiness must be 1 with request_rate inf, got 0.5; leave burstiness out"),
         ({"think_time": 5.0}, "turns must be > 1 with think_time 5.0, got 1; leave think_time out"),
+        ({"think_time": -1.0, "turns": 2}, "think_time must be finite and > 0 seconds, got -1.0"),
         ({"think_time": math.inf, "turns": 2}, "think_time must be finite and > 0 seconds, got inf"),
     ],
 )
@@ -353,6 +355,20 @@ def test_the_plain_versions_have_the_engines_tokens_and_batches_take_fewer_steps
             assert [timing.num_output_tokens for timing in timings] == [2, 6, 2, 6]
             steps.append(max(timing.token_times[-1] for timing in timings) - timings[0].arrival)
     assert steps == [16, 16, 12, 10]  # 2 + 6 + 2 + 6, the longest of each pair, and 6 + 2 beside 2 + 6, which is one idle place
+
+
+def test_a_rung_has_the_medians_of_its_runs(gpt2_path):
+    """One request whose tokens come after 1, 2 and 4 seconds, or at half or a quarter of that speed."""
+    model = loader.on_meta(Checkpoint.open(str(gpt2_path)))[0]
+    runs = [[RequestTiming(0.0, [1.0 * n, 2.0 * n, 4.0 * n], num_prompt_tokens=5, num_output_tokens=3)] for n in (4, 1, 2)]
+    steps = ((5, 5), (1, 6), (1, 7))  # new tokens, and those that the last of them sees
+    num_bytes = sum(
+        part.num_bytes
+        for num_new, context in steps
+        for part in roofline.count(model, torch.float32, num_seqs=1, num_new=num_new, context=context)
+    )
+    found = ladder.rung("any", runs, 1000.0, model, torch.float32)
+    assert found == ladder.Rung("any", 3 / 8, pytest.approx(num_bytes / 1000 / 8), 8000.0)
 
 
 def test_the_ladder_has_eleven_versions_with_one_more_idea_each(small_ladder, monkeypatch):

@@ -19,6 +19,7 @@ MISTAKES = [  # (a command, words of the sentence)
     ("bench throughput --random-model gpt2 --dtype int3", "dtype must be one of auto, float32"),
     ("bench throughput --trace calls.jsonl --input-len 5", "--trace gives the lengths and the arrivals"),
     ("bench serve", "give the --url of a server; `nanoinfer serve` starts one"),
+    (f"bench serve --url {NOBODY}", f"no server answers at {NOBODY}/v1 ("),
     (f"bench serve --url {NOBODY}", "; start one with `nanoinfer serve`, or correct the URL"),
     ("bench serve --url localhost:8000", "the URL must be such as http://127.0.0.1:8000 or https://host/v1"),
     ("bench serve --url http://host:port", "the URL must be such as"),
