@@ -199,7 +199,7 @@ def test_every_way_to_say_the_same_gives_equal_params_with_plain_values(name, va
     made = [SamplingParams(**{name: value}) for value in values]
     assert all(params == made[0] for params in made)
     assert getattr(made[0], name) == kept
-    assert {type(getattr(params, name)) for params in made} == {type(kept)}
+    assert {repr(getattr(params, name)) for params in made} == {repr(kept)}  # numpy's numbers become plain ones
     assert pickle.loads(pickle.dumps(made[0])) == copy.deepcopy(made[0]) == replace(made[0]) == made[0]
 
 

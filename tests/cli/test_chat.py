@@ -256,6 +256,14 @@ def test_only_a_line_that_begins_with_a_slash_is_a_command(session):
         session.handle("/exit")
 
 
+def test_a_conversation_is_saved_and_loaded(llm, session, tmp_path):
+    session.handle(LILY)
+    session.handle(f"/save {tmp_path}/my talk.json")
+    other = ChatSession(llm, GREEDY)
+    other.handle(f"/load {tmp_path}/my talk.json")
+    assert said(other) == said(session) != []
+
+
 def test_stats_follow_each_answer_if_asked_for(llm, capsys):
     session = ChatSession(llm, GREEDY, shows_stats=True)
     session.handle(LILY)

@@ -34,6 +34,7 @@ def test_help_has_at_most_40_lines_and_an_example_and_help_all_has_every_option(
         names = [name for param in command.params for name in param.opts if name.startswith("-")]
         assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", whole)] == [], words
     assert run("generate", "-h").stdout == run("generate", "--help").stdout
+    assert re.search(r"--max-tokens N .*\[default:\s+256\]", run("generate", "-h").stdout, re.DOTALL)
     assert run("bench").output.startswith("Usage: ")  # a group without a command
 
 

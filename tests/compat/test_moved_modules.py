@@ -13,6 +13,7 @@ from nanoinfer.compat.moved_modules import MOVED
 OLD = {
     "lab.simulate.simulator": "simulate",
     "lab.stories": "write",
+    "lab.learn.track": "TRACK",
     "tracing": "Recorder",
     "async_llm": "AsyncLLM",
     "training.policy": "Policy",

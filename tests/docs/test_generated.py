@@ -93,6 +93,10 @@ def test_a_notebook_has_the_header_and_links_that_are_written_and_the_numbers_th
     assert len(files) >= 5
     assert [file for file in files if not file.exists()] == []
     assert f"git clone -q {PUBLIC} && pip" in header.header_of(stem, PUBLIC)
+    for cell in cells:
+        if cell.cell_type == "code":  # a figure is shown with a caption and alternative text, and its code is folded
+            assert cell.metadata == (header.FOLDED if re.search(r"\bshow\(", cell.source) else {}), cell.source
+            assert "plt.show" not in cell.source
     assert stated.missing_in(nbformat.v4.new_notebook(cells=cells)) == []  # every number in prose is in an output or in code
 
 
@@ -120,7 +124,7 @@ def test_the_courses_order_map_and_pictures_have_every_notebook():
     assert written == {header.number_of(stem): growing.picture_of(stem) for stem in STEMS}, "run: python notebooks/header.py"
     assert set(header.known_parts(list(header.NOTEBOOKS)[-1])) == set(growing.PLACES)  # in the end the picture is whole
     tasks = read("notebooks/README.md").split("eight functions of the engine with `nanoinfer learn`:")[1].split(".")[0]
-    assert set(re.findall(r"`(\w+)`", tasks)) <= set(track.NAMES)
+    assert len(set(re.findall(r"`(\w+)`", tasks)) & set(track.NAMES)) == tasks.count("`") / 2 == 8
 
 
 # ---- the engine in one file
@@ -223,6 +227,9 @@ def line(**changed):
 def test_every_line_of_the_results_is_written_once_and_losing_rows_are_shown():
     lines = results.LINES.read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(set(lines)) == len(results.read())
+    speeds = [one for one in results.read() if isinstance(one, results.Speed)]
+    ranges = [measured for one in speeds for measured in (one.nanoinfer, one.other) if measured[1:] != (None, None)]
+    assert [one for one in ranges if not one[1] <= one[0] <= one[2]] == []
     ratios = [float(row.split("|")[6].strip(" *")) for row in results.current().splitlines()[2:]]
     assert min(ratios) < 0.9 < 1 < max(ratios)
 

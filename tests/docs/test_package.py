@@ -103,4 +103,7 @@ def test_the_container_copies_what_the_wheel_is_made_of_and_starts_a_command_tha
     context = parsed([*command[1:], *json.loads(said["CMD"][-1])])
     assert str(context.params["port"]) == said["EXPOSE"][0]
     assert any(f"127.0.0.1:{said['EXPOSE'][0]}/health" in line for line in lines)
+    order = [line.split()[0] if line[:3] != "RUN" else line.split()[1] for line in lines if line and line[0] != "#"]
+    last_copy = len(order) - 1 - order[::-1].index("COPY")
+    assert last_copy < order.index("pip") < order.index("useradd") < order.index("USER")  # each needs what is before it
     assert next(line for line in lines if line.startswith("USER ")) != "USER root"

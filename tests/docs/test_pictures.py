@@ -17,6 +17,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANIMATIONS)
 def test_an_animation_is_small_has_no_script_and_shows_what_the_run_does(name):
+    assert sorted(ANIMATIONS) == ["attention", "continuous", "drafts", "paging"]
     stored = (ROOT / "docs" / "pictures" / f"animation-{name}.svg").read_text(encoding="utf-8")
     root = ET.fromstring(stored)
     assert len(stored) < 40_000

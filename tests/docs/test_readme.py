@@ -81,10 +81,14 @@ def test_the_commands_of_readme_run_in_a_clone_in_their_order(clone, monkeypatch
             elif command == "nanoinfer serve":
                 serve = [sys.executable, "-m", *command.split(), "--port", "0"]
                 with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-                    url = next(found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-                    assert b"tiny-qwen3" in urllib.request.urlopen(f"{url}/v1/models").read()
-                    assert b"<html" in urllib.request.urlopen(url).read()
-                    process.terminate()
+                    try:
+                        url = next(
+                            found[0] for line in process.stdout if (found := re.search(r"http://127\.0\.0\.1:\d+", line))
+                        )
+                        assert b"tiny-qwen3" in urllib.request.urlopen(f"{url}/v1/models").read()
+                        assert b"<html" in urllib.request.urlopen(url).read()
+                    finally:
+                        process.terminate()  # else the end of `with` would wait for ever
             else:
                 result = CliRunner().invoke(app, command.split()[1:], input="Hello\n")
                 assert (result.exit_code, len(result.output) > 50) == (0, True), result.output

@@ -29,11 +29,11 @@ from tests.docs import test_readme
 
 is_all = sys.argv[1] == "all"
 cases = [("float32", "gpt2"), ("bfloat16", "qwen3"), ("float32", "qwen3"), ("bfloat16", "gpt2")]
-for dtype, family in cases if is_all else cases[:2]:
+for dtype, family in cases if is_all else cases[:1]:
     torch.set_num_threads(1 if dtype == "float32" else 2)
     given = ["--part=bits", "--requests=4", "--seed=0", "--dtype", dtype, "--family", family, "--enforce-eager"]
     assert fuzz.main(given) == 0
-for page in test_readme.PAGES if is_all else test_readme.PAGES[:1]:
+for page in test_readme.PAGES if is_all else ():
     test_readme.run_the_session(page)
 os.environ["CXX"] = os.environ.get("KERNELS_CXX", "g++")  # of the kernels in bfloat16, which nothing has loaded yet
 assert fuzz.main(["--part=bits", "--requests=8", "--seed=0", "--dtype=bfloat16"]) == 0
@@ -55,4 +55,4 @@ def test_requests_get_the_same_bits_alone_and_together_and_the_sessions_hold(nam
         timeout=600,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.count("0 differ: ") == (5 if how_many == "all" else 3), done.stdout
+    assert done.stdout.count("0 differ: ") == (5 if how_many == "all" else 2), done.stdout

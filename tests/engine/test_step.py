@@ -101,6 +101,16 @@ def test_what_is_in_flight_for_an_aborted_request_is_dropped():
     assert answers[0].token_ids == []
 
 
+def test_an_abort_during_a_step_takes_effect_when_the_step_is_over():
+    engine = engine_for(FakeExecutor())
+    doomed, kept = (engine.add_request([n], params()) for n in (1, 2))
+    launch = engine.executor.launch
+    engine.executor.launch = lambda *arguments: engine.abort(doomed.request_id) or launch(*arguments)
+    answers = finish(engine, doomed, kept)
+    assert [answer.finish_reason for answer in answers] == ["abort", "length"]
+    assert answers[0].token_ids == [2]
+
+
 def test_random_requests_end_right_and_lose_no_block():
     rng = random.Random(0)
     for tokens_per_step in (1, 3):

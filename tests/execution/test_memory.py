@@ -2,6 +2,8 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,10 +83,17 @@ def test_files_that_are_mapped_keep_their_memory(monkeypatch):
     monkeypatch.setattr(memory, "mapped_file_bytes", lambda: 2**19)
     assert memory_for_cache(CPU, None, 0.9) == 2**18
     assert memory_for_cache(CPU, None, 0.9, num_ranks=2) == 0
+    assert memory_for_cache(CPU, 2**19, 0.9) == 2**19  # the argument
+    with pytest.raises(InvalidValueError, match="kv_cache_memory is 524289 bytes, but 524288 are free on cpu; lower"):
+        memory_for_cache(CPU, 2**19 + 1, 0.9)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_the_pages_of_a_mapped_file_are_counted(tmp_path):
+def test_the_pages_of_a_mapped_file_are_counted_whatever_the_processs_name_is(tmp_path, request):
+    """Ray names its actors "ray::ServeReplica:..."."""
+    comm = Path("/proc/self/comm")
+    request.addfinalizer(partial(comm.write_text, comm.read_text()))
+    comm.write_text("ray::a:b")
     (tmp_path / "file").write_bytes(bytes(2**24))
     before = mapped_file_bytes()
     mapped = torch.from_file(str(tmp_path / "file"), shared=False, size=2**24, dtype=torch.uint8)

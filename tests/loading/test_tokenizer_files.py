@@ -229,6 +229,12 @@ def test_add_bos_token_and_add_eos_token_add_what_the_post_processor_does_not(
     assert tokenizer.encode("hello") == tokenizer.hf("hello").input_ids == ids
 
 
+def test_an_end_that_the_file_lacks_is_ignored_with_a_line(folder, caplog):
+    tokenizer = Tokenizer.load(folder(byte_level(), "GPT2Tokenizer", add_bos_token=True))  # the class's <|endoftext|>
+    assert tokenizer.encode("hello") == byte_level().encode("hello").ids
+    assert "add_bos_token is ignored, since bos_token='<|endoftext|>' has no id" in caplog.text
+
+
 def test_a_saved_tokenizer_is_the_same(folder, tmp_path):
     tokenizer = Tokenizer.load(folder(with_tokens("<s>", "</s>"), "GPT2Tokenizer", **ENDS, add_bos_token=True))
     tokenizer.hf.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The layers that families share: torch's and transformers' own are the oracle."""
+"""The layers that families share, by hand and against torch. test_parity.py compares whole models with transformers."""
 
 import math
 

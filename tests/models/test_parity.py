@@ -98,10 +98,8 @@ def test_config_json_is_read_as_older_transformers_wrote_it(family, tmp_path):
 
 # The attention of these is Qwen's: they need no second backend, and one of each is enough.
 LIKE_QWEN = [family for family in tiny_models.FAMILIES if family.startswith(("llama", "mistral")) or "moe" in family]
-WINDOWED = [
-    family for family in tiny_models.FAMILIES if family.endswith("_window")
-]  # tests/end_to_end/test_windows_and_states.py
-ELSEWHERE = WINDOWED + tiny_models.WITH_STATES  # the same file
+WINDOWED = [family for family in tiny_models.FAMILIES if family.endswith("_window")]
+ELSEWHERE = WINDOWED + tiny_models.WITH_STATES  # tests/end_to_end/test_windows_and_states.py
 GREEDY = [family for family in tiny_models.FAMILIES if family not in LIKE_QWEN + ELSEWHERE]
 
 

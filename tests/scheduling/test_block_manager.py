@@ -58,6 +58,14 @@ def test_a_prompt_shares_the_finished_blocks_of_one_that_begins_alike():
     assert take_prefix(manager, fourth) == 0
 
 
+def test_prompts_with_different_salts_share_no_block():
+    manager = BlockManager(num_blocks=12, block_size=2)
+    computed = [start(manager, sequence([5, 6, 7, 8, 9], cache_salt=salt)) for salt in (None, "a", "b")]
+    assert len({block for seq in computed for block in seq.block_table}) == 9
+    for seq in computed:
+        assert take_prefix(manager, sequence([5, 6, 7, 8, 1], cache_salt=seq.cache_salt)) == 4
+
+
 def test_a_freed_block_is_found_until_it_is_taken_and_the_least_recently_used_is_taken_first():
     manager = BlockManager(num_blocks=2, block_size=2)
     for prompt in ([1, 1], [2, 2]):

@@ -247,6 +247,8 @@ def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(mon
     now = [100.0]
     monkeypatch.setattr("nanoinfer.engine.llm_engine.time.perf_counter", lambda: now[0])
     one = engine(max_model_len=64)
+    in_time = one.add_request([4], SamplingParams(max_tokens=1, detokenize=False, timeout=5))
+    assert one.step() == [in_time]
     params = SamplingParams(max_tokens=20, detokenize=False, timeout=5)
     running, waiting = one.add_request([5], params), one.add_request([6], params)
     unhurried = one.add_request([7], SamplingParams(max_tokens=2, detokenize=False))
@@ -261,7 +263,7 @@ def test_a_request_ends_at_its_timeout_waiting_or_running_and_keeps_its_text(mon
         assert (answer.finish_reason, answer.token_ids) == ("timeout", token_ids)
         assert answer.error == "the request took longer than its timeout of 5 s"
     order_of(one, [unhurried])
-    assert unhurried.output.outputs[0].finish_reason == "length"
+    assert in_time.output.outputs[0].finish_reason == unhurried.output.outputs[0].finish_reason == "length"
     assert one.block_manager.num_free_blocks == one.block_manager.num_blocks
 
 

@@ -7,14 +7,17 @@ import pydantic
 import pytest
 
 from nanoinfer.features.chat.harmony import HarmonyParser
+from nanoinfer.server import messages, responses
 from nanoinfer.server.choices import ChatFormat
+from nanoinfer.server.protocol import ChatCompletionRequest
 from nanoinfer.server.settings import ServerSettings
 from tests.helpers import http_server
-from tests.helpers.doors import post
+from tests.helpers.doors import Chat, Messages, Responses, post
 from tests.helpers.tool_cases import QUESTION, TOOLS
 
 pytestmark = pytest.mark.slow
 
+TWO_CALLS = '<tool_call>\n{"name": "night", "arguments": {}}\n</tool_call>' * 2
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -26,10 +29,23 @@ def test_a_pydantic_model_is_a_strict_tool_and_comes_back_parsed(tool_server, so
     options = {"model": "tiny-qwen3", "messages": QUESTION, "tools": [openai.pydantic_function_tool(Weather)], "seed": 1}
     options |= {"tool_choice": "required", "temperature": 1.5, "logit_bias": soon, "max_tokens": 150, "extra_body": OFF}
     with http_server.new_client(tool_server, strict=True) as client, client.chat.completions.stream(**options) as stream:
-        names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+        events = [event for event in stream if event.type.startswith("tool_calls.function.arguments.")]
     calls = stream.get_final_completion().choices[0].message.tool_calls
-    assert names == ["Weather"] * len(calls)
+    assert [event.name for event in events if event.type.endswith("done")] == ["Weather"] * len(calls)
+    assert len(events) > 3 * len(calls), "arguments come in fragments"
     assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
+
+
+def test_each_api_can_ask_for_one_call():
+    off, nights = {"parallel_tool_calls": False}, [{"name": "night"}]
+    for number, more, choice in ((2, {}, {}), (1, off, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})):
+        for request in (
+            ChatCompletionRequest(**Chat.body("x", functions=nights), **more),
+            responses.to_chat(responses.ResponsesRequest(**Responses.body("x", functions=nights), **more))[0],
+            messages.to_chat(messages.MessagesRequest(**Messages.body("x", functions=nights, max_tokens=9) | choice)),
+        ):
+            parser = ChatFormat(False, tool_calls=True).make_parser(request, "")
+            assert len(parser.push(TWO_CALLS, is_last=True).message()["tool_calls"]) == number
 
 
 def test_reasoning_has_two_names(tool_server):

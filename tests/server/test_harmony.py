@@ -141,6 +141,18 @@ def test_a_required_call_is_all_that_noise_may_write(client, say, choice, more):
         check_call(call.function.name, call.function.arguments)
 
 
+def test_a_strict_call_obeys_its_schema_and_text_is_free(client, say):
+    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    say(f"{THOUGHT}<|channel|>final<|message|>It is warm.<|return|>")
+    [answer] = client.chat.completions.create(**CHAT, tools=strict).choices
+    assert (answer.message.reasoning, answer.message.content) == ("A warm day.", "It is warm.")
+    say(CALL.replace('"days": 1', '"days": "one"'))
+    for tools, is_free in ((TOOLS, True), (strict, False)):
+        [answer] = client.chat.completions.create(**CHAT, tools=tools, max_tokens=60).choices
+        arguments = answer.message.tool_calls[0].function.arguments
+        assert (arguments.startswith('{"city": "Oslo", "days": '), '"one"' in arguments) == (True, is_free)
+
+
 def test_a_call_that_is_required_may_follow_reasoning_and_nothing_else(client, harmony_server, say):
     for begin in (THOUGHT, ""):
         say(begin + CALL)

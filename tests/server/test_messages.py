@@ -45,6 +45,8 @@ def test_the_reason_of_an_end_is_anthropics(server):
     assert post(server, body)["stop_reason"] == "model_context_window_exceeded"
     ended = post(server, BODY | {"temperature": 0, "max_tokens": 60, "stop_sequences": ["zebra", "."]})
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", ".")
+    chat = BODY | {"temperature": 0, "max_tokens": 60, "stop": ["zebra", "."]}
+    assert post(server, chat, "/v1/chat/completions")["choices"][0]["stop_reason"] == "."  # vLLM's name for it
 
 
 def test_the_last_message_is_continued_and_an_answer_follows_a_schema(server):

@@ -113,6 +113,7 @@ def serve(monkeypatch):
         (["--api-key", ""], None, "API key 1 is empty"),
         (["--api-key", "good", "--api-key", " secret "], None, "API key 2 is empty, has spaces around it"),
         (["--api-key", "s\u00e9cret"], None, "printable ASCII"),
+        ([], "", "NANOINFER_API_KEY is empty"),
         ([], " ", "NANOINFER_API_KEY is empty"),
         ([], "good s\u00e9cret", "API key 2"),
     ],

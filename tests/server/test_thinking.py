@@ -42,6 +42,17 @@ def test_reasoning_has_at_most_its_budget(tool_server, thinking):
         assert message["content"] == ("<think>" * (10 - num_thoughts) if num_thoughts < 11 else ""), more
 
 
+def test_reasoning_effort_sets_the_variables_of_the_template():
+    effort, thinks, off = "reasoning_effort", {"enable_thinking": True}, {"enable_thinking": False}
+    for fields, variables in (
+        ({}, {}),
+        ({effort: "none"}, {effort: "none"} | off),
+        ({effort: "low"}, {effort: "low"} | thinks),
+        ({effort: "low", "chat_template_kwargs": off}, {effort: "low"} | off),
+    ):
+        assert ChatCompletionRequest(messages=QUESTION, **fields).rendering["chat_template_kwargs"] == variables
+
+
 def test_the_budget_of_a_message_is_that_of_its_client(tool_server, thinking):
     for thought, num in (({"type": "enabled", "budget_tokens": 4}, 4), ({"type": "enabled"}, 11), ({"type": "adaptive"}, 11)):
         message = post(tool_server, MESSAGES, {"messages": QUESTION, "thinking": thought} | thinking)

@@ -1,4 +1,4 @@
-"""Effects on the whole process: applied as documented, logged once, and listed in one docstring."""
+"""Effects on the whole process: applied as documented, logged once, and none of an import."""
 
 import json
 import os
@@ -37,7 +37,9 @@ def allocator(monkeypatch, accepted):
     ("cpu_max", "given", "num_threads"),
     [
         ("200000 100000", None, 2),
+        ("150000 100000", None, 1),
         ("50000 100000", None, 1),
+        ("900000 100000", None, 3),
         ("max 100000", None, 3),
         ("200000 100000", "3", 3),
         (None, None, 3),

@@ -1,4 +1,4 @@
-"""The tokenizer: missing files, corrupted files, and a BOS that is added once."""
+"""The tokenizer: missing files, long texts, and a BOS that is added once."""
 
 import json
 import shutil
@@ -82,7 +82,8 @@ def test_a_prompt_with_two_bos_is_told_once(bos_path, caplog):
     inputs, params = InputProcessor(info, Tokenizer.load(bos_path), EngineConfig()), SamplingParams()
     for prompt in ("Once upon a time", "", [BOS, BOS, 5], {"prompt_token_ids": [BOS, BOS]}):
         inputs.prepare(prompt, params)
-    inputs.prepare(render_chat(inputs, LILY), params)
+    chat = inputs.prepare(render_chat(inputs, LILY), params).prompt_token_ids
+    assert (chat[0], chat.count(BOS)) == (BOS, 1)
     assert not caplog.records
     for _ in range(2):
         prepared = inputs.prepare(render_chat(inputs, LILY)["prompt"], params)

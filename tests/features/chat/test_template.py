@@ -85,12 +85,6 @@ PARTS = {
 USERS = "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
 SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS["a loop"]
 PARTS |= {"a loop for users only": USERS, "a loop after a system message alone": SYSTEM}
-PARTS["a loop for users only"] = (
-    "{% if message.role == 'user' %}" + PARTS["a loop"] + "{% else %}{{ message.content.strip() }}{% endif %}"
-)
-PARTS["a loop after a system message alone"] = (
-    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS["a loop"]
-)
 
 
 @pytest.mark.parametrize("content", PARTS.values(), ids=PARTS)

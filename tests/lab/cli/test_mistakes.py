@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from nanoinfer.cli.main import app
 
 NOBODY = "http://127.0.0.1:1"
+POLICIES = "nanoinfer.scheduling.policies"
 MISTAKES = [  # (a command, words of the sentence)
     ("bench throughput --workload A,Z", "workload must be some of A, B16, B64, C, D, E, F, with commas between them, got 'Z'"),
     ("bench throughput --workload A --num-prompts 1", "give --workload, or --num-prompts for a workload of your own, not both"),
@@ -31,6 +32,10 @@ MISTAKES = [  # (a command, words of the sentence)
     ("simulate --find ttft --goodput ttft:1", "--find must be goodput, with the limits of --goodput and one workload"),
     ("simulate --find goodput", "--find must be goodput, with the limits of --goodput and one workload"),
     ("check-scheduler builtins:dict", "must be a subclass of Scheduler, of BlockManager, or one of each, got dict"),
+    (
+        f"check-scheduler {POLICIES}:PriorityScheduler {POLICIES}:DeadlineScheduler",
+        "or one of each, got PriorityS",
+    ),
     ("check-scheduler --html .", "cannot write .: it is a folder; give another path"),
     ("check-scheduler nowhere:Mine", "must be a class or its name"),
     ("check-scheduler --world num_request=2", "--world has no 'num_request'; did you mean num_requests?"),
