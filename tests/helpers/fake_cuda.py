@@ -34,14 +34,14 @@ COPIES = (aten._to_copy.default, aten.copy_.default)
 class Waits(TorchDispatchMode):
     """Runs above FakeTensorMode, and notes each place where the host waits for the device."""
 
-    def __init__(self, package):
+    def __init__(self):
         super().__init__()
-        self.package, self.waits, self.token_id = package, [], 1
+        self.waits, self.token_id = [], 1
         self.pinned = []  # tensors whose copies do not wait. They are kept, so that no other gets the id of one
 
     def note(self):
         frame = sys._getframe(1)
-        while not frame.f_code.co_filename.startswith(self.package):
+        while not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         self.waits.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
 
@@ -119,12 +119,12 @@ def run_no_kernel(self, *args, grid, warmup, **kwargs):
 
 
 @contextmanager
-def fake_cuda(package=PACKAGE):
-    """A GPU with 16 GiB, whose tensors have no data. package: the folder of the code whose waits are noted."""
+def fake_cuda():
+    """A GPU with 16 GiB, whose tensors have no data."""
     guards = (ctypes.c_void_p * 20).in_dll(
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE"
     )
-    gpu, guard_before = Waits(package), guards[CUDA_INDEX]
+    gpu, guard_before = Waits(), guards[CUDA_INDEX]
     names = dict.fromkeys(("Event", "Stream", "CUDAGraph", "current_stream", "stream", "graph", "device"), Stream)
     nothing = ("set_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "reset_peak_memory_stats")
     names |= dict.fromkeys((*nothing, "empty_cache", "synchronize"), lambda *args: 0)
