@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from nanoinfer.server import async_llm
+from tests.helpers import http_server
 from tests.helpers.limited_steps import limited_steps
 
 COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "logprobs": 1})
@@ -40,12 +41,14 @@ def test_with_few_streams_each_step_is_sent_before_the_next_one_is_made(server, 
     assert seen == [(1, num_steps) for num_steps in range(1, 21)]
 
 
-def test_the_first_and_the_last_tokens_do_not_wait_as_others_do(server, monkeypatch):
+def test_the_first_and_the_last_tokens_do_not_wait_as_others_do(monkeypatch):
+    """With a server of its own, which plans its next delivery for the far future."""
     for name in ("HOLD_SECONDS_PER_STREAM", "MAX_HOLD_SECONDS"):
         monkeypatch.setattr(async_llm, name, 1e6)
-    assert tokens_and_steps(server, *COMPLETION, num_steps_per_event=100) == [(1, 1), (19, 20)]
     path, body = COMPLETION
-    alone = tokens_and_steps(server, path, body | {"stream_interval": 1}, num_steps_per_event=100)
+    with http_server.serving() as server:
+        assert tokens_and_steps(server, path, body, num_steps_per_event=100) == [(1, 1), (19, 20)]
+        alone = tokens_and_steps(server, path, body | {"stream_interval": 1}, num_steps_per_event=100)
     assert alone == [(1, 1)] + [(1, 20)] * 19
 
 
