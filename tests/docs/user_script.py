@@ -1,4 +1,8 @@
-"""What a user of nanoinfer writes, with types. tests/docs/test_typing.py checks it with mypy --strict. Nothing runs it."""
+"""What a user of nanoinfer writes, with types, and mistakes at the end. Nothing runs it: `make lint` checks it with mypy, which
+also finds an ignored error that is none.
+"""
+
+from typing import assert_type
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -66,3 +70,13 @@ async def serve() -> list[str]:
     await async_llm.abort("my id")
     await async_llm.shutdown()
     return texts
+
+
+# Mistakes.
+SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+SamplingParams(top_k="3")  # type: ignore[arg-type]
+LLM(max_num_seq=3)  # type: ignore[call-arg]
+llm.generate([b"bytes"])  # type: ignore[arg-type]
+AsyncLLM(max_num_seqs=2.5)  # type: ignore[arg-type]
+assert_type(llm.generate("a")[0].outputs[0].text, str)
+assert_type(llm.generate("a")[0].outputs[0].text, bytes)  # type: ignore[assert-type]

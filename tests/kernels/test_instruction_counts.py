@@ -19,7 +19,7 @@ def comparable():
 
 # A driver is compiled and run for 2 s of CPU. By default, those that take most of a decode step are counted.
 COUNTED = [name for name, driver in DRIVERS.items() if driver.counted_rows]
-BY_DEFAULT = ("dense_linear", "paged_decode")
+BY_DEFAULT = ("dense_linear",)
 
 
 @pytest.mark.slow
