@@ -195,6 +195,7 @@ def difference_in_an_engine(flash, family, tmp_path, monkeypatch):
     return max(differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_scores_its_tokens_as_the_reference_backend_does(flash, family, tmp_path, monkeypatch):
     assert difference_in_an_engine(flash, family, tmp_path, monkeypatch) < TOLERANCE

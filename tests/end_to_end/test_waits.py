@@ -20,6 +20,8 @@ from tests.helpers import tiny_models
 from tests.helpers.fake_cuda import fake_cuda
 from tests.helpers.lora_adapters import linear_shapes, write_adapter
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3], list(range(7))]  # the second has two chunks
 FIRST_USE = {"cudagraph_capture": "first_use"}  # for most tests, all graphs would take too long
 READ = "sampler.read"  # the sampled tokens

@@ -12,6 +12,8 @@ from nanoinfer.sampling import draw
 from tests.one_file.compare import FAMILIES, answers_of_file, answers_of_package, assert_nothing_is_left, requests, save
 from tests.one_file.module import FILE, changed, load
 
+pytestmark = pytest.mark.slow
+
 ROOMY = {"block_size": 16, "num_blocks": 200, "chunk_size": 1024, "max_num_batched_tokens": 4096, "max_num_seqs": 256}
 STORIES = [
     ("Once upon a time", {"temperature": 0.8, "seed": 1, "max_tokens": 40, "stop": [". He", "day"]}),

@@ -13,7 +13,7 @@ from tests.one_file import flash_stub
 from tests.one_file.compare import facts, save
 from tests.one_file.module import changed, load
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real device of this name")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real device of this name")]
 
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "chunk_size": 8}
 HEADS = {"gpt2": {"n_embd": 48, "n_head": 3}}  # flash-attn's heads have multiples of 8 numbers

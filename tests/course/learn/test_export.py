@@ -114,6 +114,7 @@ def book(tmp_path, monkeypatch) -> Workbook:
     return workbook
 
 
+@pytest.mark.slow
 def test_a_learners_function_is_in_the_file_with_its_helper_and_its_import(book):
     file = book.file("accept_drafts")
     text = file.read_text()

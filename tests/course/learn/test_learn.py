@@ -52,6 +52,7 @@ def version_of(task, old="", new=""):
     return namespace[task.function.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TRACK, ids=NAMES)
 def test_the_engines_own_version_passes_and_every_plausible_mistake_is_found(task):
     assert check(task, version_of(task)) is None

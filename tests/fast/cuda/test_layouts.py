@@ -150,6 +150,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_layout_of_no_argument_changes_a_number(name):
     plain, fused, dtype, shapes = CASES[name]

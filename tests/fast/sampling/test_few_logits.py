@@ -14,6 +14,8 @@ from nanoinfer.sampling.routes import Route
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
+pytestmark = pytest.mark.slow
+
 INF, NAN = math.inf, math.nan
 
 

@@ -58,6 +58,7 @@ def test_the_text_is_that_of_transformers(tokenizer, arguments):
     assert text
 
 
+@pytest.mark.slow
 def test_a_role_is_one_of_openais_or_one_that_the_template_names():
     with LLM("tiny-qwen3", kv_cache_memory=2**20) as llm:
         inputs = llm.engine.inputs

@@ -38,6 +38,7 @@ def run_stubs(names, monkeypatch, seconds=60.0, device="sim", **more):
     return lines
 
 
+@pytest.mark.slow
 def test_a_part_that_reaches_its_limit_or_fails_keeps_its_results_and_the_next_one_runs(monkeypatch):
     lines = run_stubs(["waits", "fails", "ends"], monkeypatch, seconds=6.0)
     for name in ("waits", "fails", "ends"):
