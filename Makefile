@@ -14,7 +14,8 @@ CLIENTS := .venv-clients/$(PROGRAMS)
 REAL := .venv-real/$(PROGRAMS)
 CONSTRAINTS := constraints.txt
 PIP_INSTALL = -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
-LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+RUFF = $(BIN)/ruff check . && $(BIN)/ruff format --check .
+LINT = $(RUFF) && $(BIN)/mypy
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 # With PYTHON=..., an environment of another version of Python is made anew.
@@ -47,7 +48,7 @@ test: .venv/installed-test
 
 # For a change, before make test: 90 seconds on two cores.
 check: .venv/installed-test
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(RUFF)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # The tests that take minutes, and all notebooks and examples, at night in .github/workflows/verify.yml: TESTS names some of them.

@@ -21,7 +21,6 @@ import resource
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,8 +29,10 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests.lab.testing.mutants import Change
+from tests.seconds import read
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/mutations"
@@ -181,7 +182,7 @@ class Trial:
             signal.setitimer(signal.ITIMER_PROF, 60)
             signal.setitimer(signal.ITIMER_REAL, 240)
             try:
-                failed = any(report.failed for report in _protocol(item, following))
+                failed = any(report.failed for report in runtestprotocol(item, log=False, nextitem=following))
             except BaseException:
                 failed = True
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -191,27 +192,11 @@ class Trial:
         return None, len(items)
 
 
-def _protocol(item: pytest.Item, following: pytest.Item | None) -> list[pytest.TestReport]:
-    from _pytest.runner import runtestprotocol
-
-    return runtestprotocol(item, log=False, nextitem=following)
-
-
 def record(tests: Sequence[str]) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", *"-n auto --dist worksteal --cov --cov-context=test --cov-report=".split()]
     environment = os.environ | {"COVERAGE_FILE": str(FOLDER / "coverage")}
     subprocess.run([*command, f"--junitxml={FOLDER / 'junit.xml'}", *tests], env=environment, cwd=ROOT, check=False)
-
-
-def seconds_of_tests(junit: Path) -> dict[str, float]:
-    """Seconds by the test's id, as pytest gives it."""
-    seconds = {}
-    for case in ElementTree.parse(junit).iter("testcase"):
-        *folders, last = case.get("classname", "").split(".")
-        file = "/".join([*folders, last]) + ".py"
-        seconds[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
-    return seconds
 
 
 def add_tests(mutants: Sequence[Mutant], coverage_file: Path, junit: Path) -> None:
@@ -220,13 +205,12 @@ def add_tests(mutants: Sequence[Mutant], coverage_file: Path, junit: Path) -> No
 
     data = CoverageData(str(coverage_file))
     data.read()
-    measured = {file: file for file in data.measured_files()}
-    seconds = seconds_of_tests(junit)
+    seconds = {f"{file}::{name}": took for file, name, took in read(junit)}
     of_file = defaultdict(list)
     for test in seconds:
         of_file[test.partition("::")[0]].append(test)
     for file in {mutant.file for mutant in mutants}:
-        recorded = next((one for one in measured if one.endswith("/" + file)), None)
+        recorded = next((one for one in data.measured_files() if one.endswith("/" + file)), None)
         contexts = data.contexts_by_lineno(recorded) if recorded else {}
         starts = {}
         for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
@@ -238,7 +222,7 @@ def add_tests(mutants: Sequence[Mutant], coverage_file: Path, junit: Path) -> No
                 named = {one for line in lines for one in contexts.get(line, ()) if one}
                 tests = {one.rpartition("|")[0] for one in named}
                 # A fixture of a file is set up for the first test that asks for it, and serves the others.
-                shared = {test.partition("::")[0] for one in named if one.endswith("|setup") for test in [one]}
+                shared = {one.partition("::")[0] for one in named if one.endswith("|setup")}
                 others = {test for one in shared for test in of_file[one]} - tests
                 mutant.tests = [*quick_first(tests, seconds), *quick_first(others, seconds)]
 

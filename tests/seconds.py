@@ -36,6 +36,14 @@ def folder_of(file: str) -> str:
     return "/".join(file.split("/")[1:-1][:2]) or "."
 
 
+def read(junit: Path) -> list[tuple[str, str, float]]:
+    """The file, the name and the seconds of each test."""
+    cases = ElementTree.parse(junit).iter("testcase")
+    return [
+        (case.attrib["classname"].replace(".", "/") + ".py", case.attrib["name"], float(case.attrib["time"])) for case in cases
+    ]
+
+
 def table(tests: list[tuple[str, float]], title: str, key: Callable[[str], str]) -> str:
     seconds: Counter[str] = Counter()
     number: Counter[str] = Counter()
@@ -47,8 +55,7 @@ def table(tests: list[tuple[str, float]], title: str, key: Callable[[str], str])
 
 
 def main(junit: Path) -> None:
-    cases = [*ElementTree.parse(junit).iter("testcase")]
-    tests = [(case.get("classname", "").replace(".", "/") + ".py", float(case.get("time", 0))) for case in cases]
+    tests = [(file, took) for file, _, took in read(junit)]
     print(f"{len(tests)} tests, {sum(took for _, took in tests):.0f} s, the sum of all processes\n")
     print(table(tests, "kind", kind_of), table(tests, "folder", folder_of), sep="\n\n")
 
