@@ -55,6 +55,8 @@ def table(tests: list[tuple[str, float]], title: str, key: Callable[[str], str])
 
 
 def main(junit: Path) -> None:
+    if not junit.exists():
+        sys.exit(f"there is no {junit}; make test writes build/tests.xml")
     tests = [(file, took) for file, _, took in read(junit)]
     print(f"{len(tests)} tests, {sum(took for _, took in tests):.0f} s, the sum of all processes\n")
     print(table(tests, "kind", kind_of), table(tests, "folder", folder_of), sep="\n\n")
