@@ -206,6 +206,8 @@ def test_set_changes_one_parameter(session):
         ("/clear all", "write /clear, got '/clear all'"),
         ("/load /no/such/file", "cannot read /no/such/file"),
         ("/save /no/such/folder/file", "cannot write /no/such/folder/file"),
+        ("/load ~nobody-here/file", "~nobody-here/file is in no home folder that is known; give another path"),
+        ("/save ~nobody-here/file", "~nobody-here/file is in no home folder that is known; give another path"),
         ("/stats", "no statistics"),
         ("/retry", "no question to answer again"),
         ("\udcff", "not valid Unicode"),
