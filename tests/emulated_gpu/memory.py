@@ -83,7 +83,7 @@ class Region:
         self.writer: NDArray | None = None
         self.written_at: NDArray | None = None
         self.atomics: set[int] = set()
-        self._reads: list[tuple[NDArray, NDArray]] = []  # elements, and thread * _TIMES + time, until there is a writer
+        self._reads: list[tuple[NDArray, ...]] = []  # elements, thread * _TIMES + time, and program, until there is a writer
         self._readers: tuple[NDArray, NDArray] | None = None
         self._steps = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
 
@@ -95,15 +95,20 @@ class Region:
             rest = rest - index * stride
         return outside | (rest != 0)
 
-    def note_reads(self, elements: NDArray, threads: NDArray, times: NDArray) -> None:
-        self._reads.append((elements, (threads * _TIMES + times)[:, None]))
+    def note_reads(self, elements: NDArray, threads: NDArray, times: NDArray, programs: NDArray) -> None:
+        """Threads read their rows of elements in one instruction."""
+        self._reads.append((elements, threads * _TIMES + times, programs))
         if self.writer is not None:
             self._count_reads()
 
     def _count_reads(self) -> None:
-        for elements, users in self._reads:
-            np.minimum.at(self._readers[0], elements, users)
-            np.maximum.at(self._readers[1], elements, users)
+        """Of threads of a program that read an element in one instruction, the lowest counts. The others drop their copies."""
+        for elements, users, programs in self._reads:
+            rows = np.repeat(np.lexsort((users, programs)), elements.shape[1]).reshape(elements.shape)
+            flat, users, programs = elements[rows[:, 0]].ravel(), users[rows].ravel(), programs[rows].ravel()
+            _, first = np.unique(flat * (programs.max() + 1) + programs, return_index=True)
+            np.minimum.at(self._readers[0], flat[first], users[first])
+            np.maximum.at(self._readers[1], flat[first], users[first])
         self._reads.clear()
 
     def begin_writes(self) -> None:
@@ -221,7 +226,7 @@ class GlobalMemory:
                     )
             if region.writer is not None:
                 self._require_order(region, elements, users, "reads", by)
-            region.note_reads(elements, users, self.order.times(users))
+            region.note_reads(elements, users, self.order.times(users), users // self.order.num_threads)
             out[chosen] = region.elements[elements].view(np.uint8)
         return out
 
