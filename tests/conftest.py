@@ -81,12 +81,13 @@ def pytest_runtest_teardown():
 
 
 @pytest.fixture
-def no_home(monkeypatch):
-    """As in a container whose user is only a number: HOME is not set, and the system does not know the user."""
+def no_home(tmp_path, monkeypatch):
+    """As in a container whose user is only a number: no HOME, and the system does not know the user. In an empty folder."""
     pwd = pytest.importorskip("pwd", reason="Windows has no such users")
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "NANOINFER_CACHE", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

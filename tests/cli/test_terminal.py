@@ -29,7 +29,6 @@ TIMEOUT = 120  # seconds. A busy machine is no failure.
 
 
 def test_without_a_home_folder_a_chat_reads_messages_and_keeps_no_history(no_home, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(chat, "readline", Mock())
     monkeypatch.setattr(chat, "_input", lambda prompt: "Hello")
     assert chat.MessageInput(lambda line: []).read() == "Hello"

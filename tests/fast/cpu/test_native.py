@@ -84,7 +84,6 @@ def test_no_library_is_loaded_from_a_folder_that_others_can_write(source, tmp_pa
 def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(
     source, tmp_path, caplog, monkeypatch, request, obstacle
 ):
-    monkeypatch.chdir(tmp_path)
     if obstacle == "a file":
         (tmp_path / "my cache").write_text("")
     elif obstacle == "no home":
