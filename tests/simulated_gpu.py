@@ -156,6 +156,11 @@ class Launch:
             reads, _, writes = self.compiled.asm["ptx"].partition("bar.sync")
             assert writes.count("st.global"), "a block is written before all are read"
             assert "st.global" not in reads, "a block is written before all are read"
+        if self.arguments.get("PDL"):
+            before, _, after = self.compiled.asm["ptx"].partition("griddepcontrol.wait")
+            assert "ld.global" in before, "nothing is loaded while the kernel before still runs"
+            assert "st.global" in after, "the kernel does not wait"
+            assert not re.search(r"st\.global|atom\.|\bbra\b|\bret;", before), "the kernel writes or ends before it waits"
 
 
 def extent(tensor: Tensor) -> int:

@@ -87,8 +87,9 @@ class RotatedAttention(nn.Module):
         is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
             rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
-            if len(q) <= decode_kernels.MAX_ROWS and step.args[1].num_decodes == len(q):
-                return decode_attention(*step.args, place, q, k, v, rotation, self.arrivals, **options)
+            cache, metadata = step.args
+            if len(q) <= decode_kernels.MAX_ROWS and metadata.num_decodes == len(q):
+                return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
 
@@ -119,15 +120,17 @@ class AddedLinear(nn.Module):
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
-        linear, options = self.linear, {"residual": residual, "in_place": self.in_place}
+        linear, in_place = self.linear, self.in_place
         if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
             return residual + cast(Tensor, linear(x))
         if residual.is_contiguous():
             if decode_kernels.supports(x, linear):
-                return decode_linear(x, linear.weight, None, **options)
+                return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
-                return few_rows_linear(x, linear.weight, None, **options, arrivals=self.arrivals)
-        add = torch.Tensor.addmm_ if self.in_place else torch.addmm
+                return few_rows_linear(
+                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
+                )  # fmt: skip
+        add = torch.Tensor.addmm_ if in_place else torch.addmm
         return add(residual, x, linear.weight.t())
 
 

@@ -108,10 +108,7 @@ def _decode_linear_kernel(
         for row in range(num_rows):
             a = tl.load(x + row * x_stride + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
             if norm is not None:
-                if NUM_IN <= TILE:
-                    squares = tl.sum(a * a, 0)
-                else:
-                    squares = _sum_of_squares(x + row * x_stride, NUM_IN, TILE)
+                squares = tl.sum(a * a, 0) if NUM_IN <= TILE else _sum_of_squares(x + row * x_stride, NUM_IN, TILE)
                 a = (scale * (a * tl.rsqrt(squares / NUM_IN + eps))).to(x.dtype.element_ty).to(tl.float32)
             is_row = (rows == row)[:, None]
             total += tl.where(is_row, tl.sum(w.to(tl.float32) * a[None, :], 1)[None, :], 0.0)
@@ -301,5 +298,7 @@ def decode_attention(
 
 def _launch(kernel: JITFunction[Any], grid: tuple[int, ...], *arguments: object) -> None:
     """Launch a kernel whose last parameter is PDL: with it on sm_90 and newer."""
-    uses_pdl = gdc_wait is not None and (architecture() or 0) >= 90 and not pdl.is_refused()
+    has_pdl = gdc_wait is not None and (architecture() or 0) >= 90
+    uses_pdl = has_pdl and pdl.may_use(triton.runtime.driver.active.get_current_device())
+    # One stage: a program has few tiles, and loads ahead would spill registers.
     kernel[grid](*arguments, uses_pdl, num_stages=1, **({"launch_pdl": True} if uses_pdl else {}))
