@@ -166,12 +166,15 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
 
 
 def _move_norms_into_products(trace: Trace) -> None:
-    """Let a product compute the norm before it, if nothing else reads the norm."""
+    """Let a product compute the norm before it, if nothing else reads the norm, and the norm's input stays until then."""
+    written: set[fx.Node] = set()  # the residuals that the products so far have overwritten
     for node in list(trace.graph.nodes):
         module, x = trace.module(node), node.args[0] if node.args else None
+        if isinstance(module, AddedLinear) and module.in_place:
+            written.add(node.kwargs["residual"])
         if isinstance(module, FewRowsLinear) and isinstance(x, fx.Node) and len(x.users) == 1:
             norm = trace.module(x)
-            if isinstance(norm, KernelRMSNorm):
+            if isinstance(norm, KernelRMSNorm) and x.args[0] not in written:
                 module.norm, node.args = norm, x.args
                 trace.graph.erase_node(x)
 

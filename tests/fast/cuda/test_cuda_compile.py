@@ -19,7 +19,7 @@ from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.features.hybrid.sizes import kv_groups
 from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.models.layers import apply_rotary
+from nanoinfer.models.layers import RMSNorm, apply_rotary
 from nanoinfer.models.qwen import QwenDecoderLayer
 from tests.helpers.paged_cases import metadata_for
 from tests.helpers.triton_interpreter import launched
@@ -171,6 +171,31 @@ def test_a_weight_is_kept_once_and_an_update_reaches_every_product_with_it(compu
             torch.testing.assert_close(compiled.model(x), ThreeLayers.forward(model, x))
             for weight in model.parameters():
                 weight.copy_(torch.randn_like(weight))
+
+
+class LateProduct(nn.Module):
+    """The input of a norm is overwritten between the norm and the product that reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "abcd"}).requires_grad_(False)
+        self.norm = RMSNorm(8, 1e-6).requires_grad_(False)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x):
+        a, b, c, d = self.layers.values()
+        first = x + a(x)
+        normed = self.norm(first)
+        second = first + b(x)
+        return torch.maximum(c(normed), d(normed)) + second
+
+
+def test_a_norm_whose_input_is_overwritten_does_not_move_behind_that():
+    torch.manual_seed(0)
+    model, x = LateProduct(), torch.randn(3, 8)
+    compiled = compile_model(model).model
+    assert any(isinstance(one, compile.AddedLinear) and one.in_place for one in compiled.forward.__self__.modules())
+    torch.testing.assert_close(compiled(x.to(DEVICE)).cpu(), model(x))
 
 
 def test_without_triton_the_model_stays_unchanged_and_one_log_line_says_so(tmp_path, monkeypatch, caplog):
