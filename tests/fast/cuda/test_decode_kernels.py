@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch.utils._pytree import tree_map
+
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend, paged_attention
 from nanoinfer.fast.cuda import decode_kernels
@@ -83,11 +85,14 @@ def linear_inputs(option, num_rows, num_in, num_out):
     num_weights = num_out * (1 + ("gate" in option))
     shapes = (num_rows, num_in + 3), (num_weights, num_in), (num_weights,), (num_in,), (num_rows, num_out)
     x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
-    further = {"norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None}
-    return x[:, :num_in], weight, bias if "bias" in option else None, further | {"gated": "gate" in option}
+    return {
+        "x": x[:, :num_in], "weight": weight, "bias": bias if "bias" in option else None,
+        "norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None,
+        "gated": "gate" in option,
+    }  # fmt: skip
 
 
-def definition_and_tolerance(x, weight, bias, *, norm, residual, gated):
+def definition_and_tolerance(x, weight, bias, norm, residual, gated):
     """In float64. A sum of n terms is off by (n + 32) e of their magnitudes: n roundings, and those of a norm."""
     x, tolerance = x.double(), 0.0
     if norm is not None:
@@ -109,14 +114,17 @@ def definition_and_tolerance(x, weight, bias, *, norm, residual, gated):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("num_in", [80, 5000])  # one tile, and three
 def test_a_linear_layer_with_all_around_it_is_the_definition_and_a_row_has_the_same_bits_in_any_number_of_rows(option, num_in):
-    x, weight, bias, options = linear_inputs(option, MAX_ROWS, num_in, 9)
-    out = decode_linear(x, weight, bias, **options)
-    expected, tolerance = definition_and_tolerance(x, weight, bias, **options)
+    given = linear_inputs(option, MAX_ROWS, num_in, 9)
+    out = decode_linear(**given)
+    expected, tolerance = definition_and_tolerance(**given)
     assert (out.double() - expected).abs().le(tolerance).all()
     assert not (out.double().roll(1, 1) - expected).abs().le(tolerance).all()
+    given = tree_map(lambda value: value.bfloat16() if isinstance(value, torch.Tensor) else value, given)
+    together = decode_linear(**given)
     for row in range(MAX_ROWS):
-        alone = options | {"residual": None if options["residual"] is None else options["residual"][row : row + 1]}
-        assert torch.equal(decode_linear(x[row : row + 1], weight, bias, **alone), out[row : row + 1])
+        one = slice(row, row + 1)
+        alone = {"x": given["x"][one], "residual": None if given["residual"] is None else given["residual"][one]}
+        assert torch.equal(decode_linear(**given | alone), together[one])
 
 
 @pytest.mark.slow
