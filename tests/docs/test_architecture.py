@@ -99,6 +99,7 @@ def test_every_folder_of_the_package_belongs_to_a_part_and_every_folder_of_code_
         assert [readme.count(part) for part in ("What it does: ", "Hooks: ", "Where to change what:")] == [1, 1, 1], folder
 
 
+@pytest.mark.slow
 def test_every_module_that_a_setting_of_the_tools_names_exists():
     """A move would otherwise switch off a check of types, shapes or lines, and no command would say so."""
     root = PACKAGE.parent

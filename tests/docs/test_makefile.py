@@ -25,6 +25,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def commands(folder, *arguments):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "MAKEFLAGS")}
     done = subprocess.run(["make", "-n", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=True)

@@ -27,6 +27,7 @@ from parameters import table
 
 server = FastAPI()
 
+@pytest.mark.slow
 @server.post("/v1/chat/completions")
 def chat(body: ChatCompletionRequest) -> None: ...
 

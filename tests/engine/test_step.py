@@ -111,6 +111,7 @@ def test_an_abort_during_a_step_takes_effect_when_the_step_is_over():
     assert answers[0].token_ids == [2]
 
 
+@pytest.mark.slow
 def test_random_requests_end_right_and_lose_no_block():
     rng = random.Random(0)
     for tokens_per_step in (1, 3):

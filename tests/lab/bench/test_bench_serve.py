@@ -134,6 +134,7 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

@@ -25,6 +25,7 @@ def timings_on(hardware, workload):
     return simulate(SIZES, hardware, EngineArgs(), requests_of(workload)).timings
 
 
+@pytest.mark.slow
 def report(path, workload):
     """What `bench serve --json` would print of a server on the machine REAL."""
     rows = [timing.row(0.0) for timing in timings_on(REAL, workload)]
