@@ -331,7 +331,7 @@ def test_the_tasks_are_a_list_in_which_the_passed_ones_are_marked_and_a_text_eac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("scheme", ["slate", pytest.param("default", marks=pytest.mark.long)])
 def test_every_part_fits_and_can_be_read(show, scheme):
     parts = [figure("calculator", formula=name) for name in ("kv", "bend", "waste", "speculation")]
     parts += [figure(kind) for kind in ("sampler", "game", "tasks")]
