@@ -136,9 +136,7 @@ def test_one_changed_number_in_the_weights_is_another_model(load, paths):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}, {"tensor_parallel_size": 2}],
-    ids=str,
+    "settings", [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}, {"tensor_parallel_size": 2}], ids=str
 )
 def test_weights_behind_the_last_keys_count_too(load, tmp_path, settings):
     """No key or value of a probe shows them. Of two ranks, only the second one has these."""
