@@ -99,7 +99,6 @@ def test_every_folder_of_the_package_belongs_to_a_part_and_every_folder_of_code_
         assert [readme.count(part) for part in ("What it does: ", "Hooks: ", "Where to change what:")] == [1, 1, 1], folder
 
 
-@pytest.mark.slow
 def test_every_module_that_a_setting_of_the_tools_names_exists():
     """A move would otherwise switch off a check of types, shapes or lines, and no command would say so."""
     root = PACKAGE.parent
@@ -114,6 +113,7 @@ def test_every_module_that_a_setting_of_the_tools_names_exists():
         assert [one for one in among.split(",") if not glob.glob(before + one + after, root_dir=root)] == []
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_60_lines():
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in ALL_FILES.items()}
     functions = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]

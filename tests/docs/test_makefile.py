@@ -25,13 +25,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def commands(folder, *arguments):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "MAKEFLAGS")}
     done = subprocess.run(["make", "-n", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.replace("\\\n", "").splitlines()
 
 
+@pytest.mark.slow
 def test_only_torch_is_taken_from_pytorchs_index_and_another_python_makes_the_environment_anew(folder):
     assert not [line for line in commands(folder, "demo") if "-m venv" in line]
     assert f"{sys.executable} -m venv --clear .venv" in commands(folder, "demo", f"PYTHON={sys.executable}")

@@ -111,7 +111,6 @@ def test_an_abort_during_a_step_takes_effect_when_the_step_is_over():
     assert answers[0].token_ids == [2]
 
 
-@pytest.mark.slow
 def test_random_requests_end_right_and_lose_no_block():
     rng = random.Random(0)
     for tokens_per_step in (1, 3):
@@ -128,6 +127,7 @@ def test_random_requests_end_right_and_lose_no_block():
             assert all(answer.token_ids == list(range(first, first + length)) for answer in request.output.outputs)
 
 
+@pytest.mark.slow
 def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
     """A second thread's step waits or is refused. Its requests are submitted and aborted between steps."""
 

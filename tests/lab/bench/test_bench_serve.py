@@ -134,7 +134,6 @@ def test_a_server_that_refuses_the_first_request_is_one_sentence():
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -160,6 +159,7 @@ def test_a_server_that_fails_is_one_sentence(answer, words):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 def test_a_key_of_the_environment_is_sent_and_a_server_without_models_is_an_error(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
     with fake_server.serving(GOOD, models=()) as server:
