@@ -34,7 +34,6 @@ from nanoinfer.errors import (
 )
 from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.outputs import Counter, Gauge
 from tests.helpers.threads import run_in_threads
 from tests.helpers.tiny_models import assert_nothing_is_left
 
@@ -463,32 +462,6 @@ def test_an_assignment_does_not_change_a_request_that_runs(llm):
 
 
 # ---- metrics and defaults
-
-
-def test_the_counters_are_those_of_the_requests(qwen3_path):
-    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
-
-    def metrics():
-        numbers = [metric for metric in llm.get_metrics() if isinstance(metric, Counter | Gauge)]
-        return {metric.name.removeprefix("vllm:"): metric.value for metric in numbers}
-
-    assert set(metrics().values()) == {0}
-    generate(llm, [[5] * 10], IDS)
-    stream = llm.stream([5] * 10, IDS)
-    next(stream)
-    waiting = llm.engine.add_request([6], IDS)
-    now = metrics()
-    assert (now["num_requests_running"], now["num_requests_waiting"]) == (1, 1)
-    assert now["kv_cache_usage_perc"] == pytest.approx(3 / llm.engine.block_manager.num_blocks)
-    assert (now["prompt_tokens"], now["generation_tokens"]) == (20, 13)
-    assert (now["prefix_cache_queries"], now["prefix_cache_hits"], now["num_preemptions"]) == (20, 8, 0)
-    llm.abort(waiting.request_id)
-    stream.close()
-    after = metrics()
-    assert after == now | {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
-    llm.embed([5] * 10, use_tqdm=False)
-    llm.compute_logprobs([[5] * 10])
-    assert metrics() == after | {"prompt_tokens": 40}, "they generate nothing, and look nothing up in the cache"
 
 
 def test_speculation_is_counted(qwen3_path):
