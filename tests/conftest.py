@@ -31,9 +31,9 @@ settings.load_profile("patient")
 
 def pytest_configure(config):
     """Prepare a process that runs tests. The one that only starts such processes (-n) imports no torch."""
-    gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
     if getattr(config.option, "numprocesses", None):
         return
+    gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
     import torch
 
     if not torch.cuda.is_available():
