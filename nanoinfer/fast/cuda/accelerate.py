@@ -16,6 +16,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
+from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -44,7 +45,8 @@ def compile_model(model: nn.Module) -> CompiledModel:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
-    backend, num_rows, capture = runtime.backend, config.max_num_rows, CUDACapture(runtime.device)
+    backend, num_rows = runtime.backend, config.max_num_rows
+    capture = pdl.or_without(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
