@@ -1,11 +1,12 @@
 """Which GPUs launch kernels by programmatic dependent launch (PDL): a kernel starts while the one before it still runs.
 
 decode_kernels.py launches so on sm_90 and newer, and has the rule. A driver may refuse it in a CUDA graph: on sm_120, a capture
-failed with "invalid resource handle" (https://github.com/sgl-project/sglang/pull/18596). Then it is captured without.
+failed with "invalid resource handle" (https://github.com/sgl-project/sglang/pull/18596). Then graphs are captured without it.
 """
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,20 +24,22 @@ def may_use(device: int) -> bool:
     return _uses_pdl.setdefault(device, True)
 
 
-def or_without(capture: Capture, device: torch.device) -> Capture:
-    """Return a Capture that tries what fails once more, without PDL from then on, if kernels of this GPU use it."""
-    index = device.index or 0
+@dataclass(frozen=True, slots=True)
+class PDLCapture:
+    """Captures CUDA graphs. If a capture fails on a GPU that uses PDL, the GPU launches without it from then on."""
 
-    def capture_anyhow(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    capture: Capture
+    device: torch.device
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         try:
-            return capture(run)
+            return self.capture(run)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if not _uses_pdl.get(index, False):
+            index = self.device.index or 0
+            if not _uses_pdl.get(index):
                 raise
             _uses_pdl[index] = False
             logger.info("a capture failed (%s); it is tried again without programmatic dependent launch", first_line(error))
-            return capture(run)
-
-    return capture_anyhow
+            return self.capture(run)

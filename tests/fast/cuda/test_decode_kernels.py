@@ -1,5 +1,7 @@
 """A layer of a step with few rows takes five kernels, which give what the kernels of larger steps give."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -9,10 +11,11 @@ from torch.utils._pytree import tree_map
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend, paged_attention
-from nanoinfer.fast.cuda import decode_kernels
+from nanoinfer.fast.cuda import decode_kernels, pdl
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, decode_attention, decode_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear
+from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -153,6 +156,25 @@ def test_layers_of_other_dtypes_layouts_and_more_rows_are_not_supported():
     assert not decode_kernels.supports(torch.empty(4, MAX_ROWS).t(), linear)
     linear.weight = torch.nn.Parameter(torch.empty(4, 6).t(), requires_grad=False)
     assert not decode_kernels.supports(x, linear)
+
+
+def test_a_capture_that_fails_is_tried_again_without_pdl_if_kernels_use_it(monkeypatch):
+    monkeypatch.setattr(pdl, "_uses_pdl", {})
+    capture, tried = PDLCapture(lambda run: (list, run()), torch.device("cuda", 1)), []
+
+    def run():
+        tried.append(pdl.may_use(1))
+        if tried[-1]:
+            raise RuntimeError("invalid resource handle")
+        return torch.zeros(1)
+
+    assert len(capture(run)) == 2
+    assert tried == [True, False]
+    for device, error in ((0, RuntimeError), (1, torch.OutOfMemoryError)):
+        monkeypatch.setattr(pdl, "_uses_pdl", {device: True})
+        with pytest.raises(error):
+            capture(Mock(side_effect=error("anything")))
+        assert pdl.may_use(device)
 
 
 def decode_step(model, cache, lengths):

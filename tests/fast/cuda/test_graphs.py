@@ -14,7 +14,6 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CUDACapture, StepGraphs, StepSize, prompt_sizes
 from nanoinfer.features.hybrid.groups import groups_of
 from nanoinfer.features.hybrid.tables import tables_of
@@ -246,24 +245,6 @@ def test_after_a_capture_that_fails_kernels_are_launched_on_the_stream_of_before
     assert gpu.first not in runs
     assert gpu.current is gpu.first
     assert gpu.waits == [(runs[0], gpu.first), (gpu.first, runs[0])]
-
-
-def test_a_capture_that_fails_is_tried_without_pdl_once_if_kernels_use_it(monkeypatch):
-    monkeypatch.setattr(pdl, "_uses_pdl", {})
-    result, refused = (lambda: None, torch.zeros(1)), []
-
-    def capture(run):
-        refused.append(not pdl.may_use(0))
-        if not refused[-1]:
-            raise RuntimeError("invalid resource handle")
-        return result
-
-    assert pdl.or_without(capture, CPU)(None) is result
-    assert refused == [False, True]
-    monkeypatch.setattr(pdl, "_uses_pdl", {1: True})  # another GPU
-    with pytest.raises(RuntimeError):
-        pdl.or_without(lambda run: torch.empty(-1), CPU)(None)
-    assert pdl.may_use(1)
 
 
 # ---- faults, which the comparison must find
