@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import nanoinfer.llm
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.chat_session import PARAMETERS, ChatSession, complete
+from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
 from nanoinfer.cli.options import EngineOptions, check_chat_template
 from nanoinfer.errors import NanoinferError
@@ -185,6 +185,12 @@ def test_set_changes_one_parameter(session):
         before = session.params
         session.handle(command)
         assert session.params == replace(before, **{name: value}), command
+
+
+def test_help_lists_every_command(session, capsys):
+    session.handle("/help")
+    shown = capsys.readouterr().err
+    assert [name for name in COMMANDS if f"/{name}" not in shown] == []
 
 
 @pytest.mark.parametrize(
