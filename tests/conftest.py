@@ -53,6 +53,8 @@ def pytest_runtest_setup():
         shape_checks.start_test()
 
 
+PATIENCE_MS = 600_000  # of a browser, whose own is 30 s
+
 collect_ignore = ["real"]  # `make test-real` names the folder, which is then collected
 
 
@@ -143,6 +145,17 @@ def embedding_path(reranker_path, tmp_path_factory):
     return pooling_cases.save_embedding(reranker_path, tmp_path_factory.mktemp("embedding") / "model")
 
 
+def patient(make):
+    """Return a function that makes a context or a page as `make` does, which waits PATIENCE_MS for what is asked for."""
+
+    def make_patient(**options):
+        made = make(**options)
+        made.set_default_timeout(PATIENCE_MS)
+        return made
+
+    return make_patient
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A real browser, which runs until the file's tests have ended. Its event loop belongs to the thread that tests run in."""
@@ -153,11 +166,12 @@ def browser():
         # Otherwise Chrome where its installer puts it, or Playwright's own browser.
         for where in on_path[:1] or [{"channel": "chrome"}, {}]:
             try:
-                chromium = playwright.chromium.launch(args=["--no-sandbox"], **where)
+                chromium = playwright.chromium.launch(args=["--no-sandbox"], timeout=PATIENCE_MS, **where)
             except sync_api.Error:
                 if on_path:
                     raise
                 continue
+            chromium.new_context, chromium.new_page = map(patient, (chromium.new_context, chromium.new_page))
             yield chromium
             chromium.close()
             return
