@@ -436,10 +436,10 @@ def assert_same_logits(path, dtype, compiled):
     assert (family_logits(compiled) - truth).abs().mean() < 1.25 * error_of_textbook
 
 
-@pytest.mark.slow
 IN_FLOAT16 = "gpt2", "qwen3", "qwen3_5", "gpt_oss_window"  # by default. Both 16-bit dtypes have the same code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [
