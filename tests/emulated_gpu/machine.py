@@ -36,8 +36,10 @@ _ARITHMETIC = {
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
 }  # fmt: skip
+_ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
 _CONVERSIONS = (["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
@@ -48,7 +50,7 @@ Observe = Callable[["Machine", Instruction], None]
 
 def emulate(
     kernel: Kernel, grid: Sequence[int], arguments: Sequence[int | float], memory: GlobalMemory, shared_size: int,
-    observe: Observe | None = None,
+    observe: Observe | None = None, is_dependent: bool = False,
 ) -> None:  # fmt: skip
     """Execute all programs of a grid.
 
@@ -56,6 +58,7 @@ def emulate(
         arguments: the values of the kernel's parameters, tensors by the addresses that memory gave them.
         shared_size: bytes of shared memory of a program.
         observe: is called before each instruction, for the threads of `machine.threads`.
+        is_dependent: it was launched with programmatic dependent launch (PDL), so it may run before earlier kernels have ended.
 
     Raises:
         Fault: the kernel does what a GPU would not report.
@@ -69,7 +72,7 @@ def emulate(
     def who(thread: int) -> str:
         return f"thread {thread % num_threads} of program {tuple(programs[thread // num_threads].tolist())}"
 
-    memory.who = who
+    memory.begin(len(programs), num_threads, who, is_dependent)
     with np.errstate(all="ignore"):
         for first in range(0, len(programs), at_once):
             chosen = programs[first : first + at_once]
@@ -77,6 +80,7 @@ def emulate(
                 shared_size, cell, len(chosen), num_threads, lambda thread, first=first: who(first * num_threads + thread)
             )
             Machine(kernel, chosen, first * num_threads, arguments, memory, shared, observe).run()
+    memory.end()
 
 
 def _smallest_shared_access(kernel: Kernel) -> int:
@@ -218,7 +222,7 @@ class Machine:
     def _decode(self, instruction: Instruction) -> Step:
         family, *types = instruction.name.split(".")
         decode = getattr(self, f"_decode_{family}", None)
-        if family in _ARITHMETIC and not (family == "mul" and types[0] in ("wide", "lo")):
+        if family in _ARITHMETIC and not (family == "mul" and types[0] in ("wide", "lo", "hi")):
             decode = self._decode_arithmetic
         step = decode and decode(instruction, types)
         if step is None:
@@ -245,8 +249,14 @@ class Machine:
     def _copy(self, target: NDArray, compute: Callable[[], NDArray]) -> Step:
         return lambda: np.copyto(target, compute(), where=self.mask, casting="unsafe")
 
-    def _decode_arithmetic(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_arithmetic(self, instruction: Instruction, types: list[str]) -> Step | None:
         family = instruction.name.split(".")[0]
+        if types[-1] in ("s16x2", "u16x2"):  # two numbers in a register, of which each wraps by itself
+            dtype, function = _TYPES[types[-1][:3]], _ARITHMETIC[family]
+            target, *sources = instruction.operands
+            result, sources = self._register(target), [self._value(source, np.uint32) for source in sources]
+            pairs = [np.atleast_1d(source).view(dtype).reshape(-1, 2) for source in sources]
+            return self._copy(result, lambda: function(*pairs).view(np.uint32)[:, 0])
         dtype, function = _TYPES[types[-1]], _ARITHMETIC[family]
         if dtype is np.float32:  # a number wins over NaN
             function = {"min": np.fmin, "max": _larger}.get(family, function)
@@ -258,6 +268,9 @@ class Machine:
         if types[0] == "lo":
             return self._ufunc(np.multiply, target, (a, b), dtype)
         wide = _WIDER[dtype]
+        if types[0] == "hi":
+            a, b, shift = self._value(a, dtype), self._value(b, dtype), wide(8 * dtype().itemsize)
+            return self._copy(self._register(target, dtype), lambda: np.multiply(a, b, dtype=wide) >> shift)
         a, b, result = self._value(a, dtype), self._value(b, dtype), self._register(target, wide)
         return lambda: np.multiply(a, b, out=result, where=self.mask, dtype=wide)
 
@@ -458,7 +471,53 @@ class Machine:
 
         return ldmatrix
 
+    def _decode_stmatrix(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """The inverse of ldmatrix: the threads hold two numbers of a row each, and name the rows to which they are written."""
+        if types[:3] != ["sync", "aligned", "m8n8"] or types[-2:] != ["shared", "b16"]:
+            return None
+        number, transposed = int(types[3][1:]), "trans" in types
+        address, source = self.address(instruction.operands[0]), instruction.operands[1]
+
+        def stmatrix() -> None:
+            self._require_whole_warps(instruction)
+            naming = self.threads.reshape(-1, _WARP)[:, : 8 * number].reshape(-1)
+            addresses = address().reshape(-1, _WARP)[:, : 8 * number].reshape(-1)
+            pairs = self._gather(source)[:, self.threads].reshape(number, -1, _WARP).swapaxes(0, 1)
+            matrices = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, number, 8, 8)
+            if transposed:
+                matrices = matrices.swapaxes(2, 3)
+            values = np.ascontiguousarray(matrices).view(np.uint8).reshape(-1, 16)
+            self.shared.store(addresses, values, naming, instruction)
+
+        return stmatrix
+
+    def _decode_atom(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """What a program releases to the whole GPU, others can acquire. At a smaller scope it is theirs only by luck."""
+        if types[0] != "global" or len(types) != 5 or types[3] not in _ATOMIC:
+            return None
+        _, scope, semantics, family, type_name = types
+        target, address, operand = instruction.operands
+        dtype, function = _TYPES[type_name], _ATOMIC[family]
+        result, value, addresses = self._register(target), self._value(operand, dtype), self.address(address)
+        reaches_all = scope in ("gpu", "sys")
+        releases, acquires = (reaches_all and name in semantics for name in ("rel", "acq"))
+
+        def update() -> None:
+            values = np.broadcast_to(value, self.num_lanes)[self.threads]
+            old = self.memory.update(
+                addresses(), dtype().itemsize, self.threads + self._first_thread, instruction,
+                lambda i, stored: function(stored.view(dtype), values[i : i + 1]), releases=releases, acquires=acquires,
+            )  # fmt: skip
+            result[self.threads] = old.view(result.dtype)[:, 0]
+
+        return update
+
     # Warps and programs
+
+    def _decode_griddepcontrol(self, instruction: Instruction, types: list[str]) -> Step | None:
+        if types == ["launch_dependents"]:  # later kernels may start. They wait for the end of this one, whenever they start
+            return lambda: None
+        return (lambda: self.memory.wait_for_earlier(self.threads + self._first_thread)) if types == ["wait"] else None
 
     def _require_whole_warps(self, instruction: Instruction) -> None:
         if self.mask is not True:
@@ -472,6 +531,8 @@ class Machine:
             def meet_in_warps() -> None:
                 self._require_whole_warps(instruction)
                 self.shared.meet_in_warps(self.threads)
+                if self.num_threads == _WARP:
+                    self.memory.order.meet(self.threads + self._first_thread)
 
             return meet_in_warps
         if types != ["sync"] or instruction.operands != ["0"]:
@@ -483,6 +544,7 @@ class Machine:
                 if (together.any(1) != together.all(1)).any():
                     raise DivergenceFault(f"some threads of a program are elsewhere in {instruction}")
             self.shared.meet(self.threads)
+            self.memory.order.meet(self.threads + self._first_thread)
 
         return meet
 
