@@ -38,9 +38,10 @@ _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
+    "geu": lambda a, b, out, where: np.copyto(out, ~(a < b), where=where),  # at least as large, or NaN
 }  # fmt: skip
 _ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
-_CONVERSIONS = (["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
+_CONVERSIONS = (["rn", "f64", "s64"], ["rn", "f64", "u64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -177,6 +178,8 @@ class Machine:
         if operand.startswith("0f"):
             bits = np.uint32(int(operand[2:], 16))
             return bits if dtype in (np.uint32, np.int32) else bits.view(dtype)
+        if operand.startswith("0d"):
+            return np.uint64(int(operand[2:], 16)).view(dtype)
         number = int(operand, 0)
         if dtype is np.bool_:
             return np.bool_(number)

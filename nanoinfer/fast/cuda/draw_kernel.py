@@ -202,7 +202,7 @@ def _search(
             numbers, weights = _load_places(row_of, first, VOCAB, BITS, LIST, TILE)
             weights = tl.where(numbers >= least, weights, 0)
             if KIND == _COUNT:
-                numbers, weights = numbers >> BITS, (weights > 0).to(tl.int64)
+                numbers, weights = numbers >> BITS, tl.minimum(weights, 1)
             if KIND == _ID:
                 numbers = numbers & ((1 << BITS) - 1)
             sums += tl.where(numbers[:, None] >= bounds[None, :], weights[:, None], 0)
