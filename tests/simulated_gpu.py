@@ -105,11 +105,13 @@ REACH: dict[str, dict[str, str]] = {
     },
     "_choose_kernel": {
         "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"),
-        "listed": "grid[0] * LIST", **dict.fromkeys(("bounds", "num_listed", "positions", "token_ids"), "grid[0]"), **ROWS,
+        **dict.fromkeys(("bounds", "num_listed", "seeds", "positions", "token_ids"), "grid[0]"), "listed": "grid[0] * LIST",
+        **ROWS,
     },
 }  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "bounds", "token_ids", "top_k", "positions"), torch.int64)
+    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
+    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
@@ -214,12 +216,12 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
-    for vocab_size, *names in ((COMMON["vocab_size"], "min_p", "top_k", "top_p"), (151_936, "top_k", "top_p"), (151_936, "min_p")):
-        names += ("greedy", "temperature")
-        columns = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*names, "u", "positions")}
-        u, positions = columns.pop("u"), columns.pop("positions")
+    rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
+    u, seed, position = (rows.pop(name) for name in ("u", "seeds", "positions"))
+    few = {name: rows[name] for name in ("temperature", "top_k", "top_p")}
+    for vocab_size, columns, uniform in ((COMMON["vocab_size"], rows, u), (151_936, few, (seed, position))):
         logits = torch.empty(3, vocab_size, dtype=dtype, device="meta")
-        choose(logits, ParameterColumns(**columns), u)
+        choose(logits, ParameterColumns(**columns), uniform)
 
 
 def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -128,7 +129,8 @@ def draws(config: Any, dtype: torch.dtype, device: torch.device, sizes: tuple[in
         u, top_p = (torch.full((rows,), value, dtype=torch.float64, device=device) for value in (0.5, 0.9))
         temperature = torch.full((rows,), 0.6, device=device)
         top_k = torch.full((rows,), min(40, config.vocab_size), device=device)
-        plain, few = ParameterColumns(temperature=temperature), ParameterColumns(temperature=temperature, top_k=top_k, top_p=top_p)
+        plain = ParameterColumns(temperature=temperature)
+        few = replace(plain, top_k=top_k, top_p=top_p)
         variants: Variants = {
             "temperature": partial(sample_on_gpu, logits, plain, u),
             "top_k and top_p": partial(sample_on_gpu, logits, few, u),

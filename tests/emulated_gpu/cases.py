@@ -206,7 +206,7 @@ def check_choose(rows: str, dtype: torch.dtype) -> float:
 
 
 def check_draw(rows: str) -> float:
-    """Compare with the plain stages and with draw.uniform: ids are exact. Once with the list, and once with one that is full."""
+    """Compare with the plain stages and with draw.uniform: ids are exact. Also with a list that is full."""
     seeds, positions = [2**64 - 1 - 977 * row for row in range(len(_U))], [2**row + row for row in range(len(_U))]
     top_p = torch.tensor([0.9, 1.0, 0.3, 1.0, 0.999, 0.5, 1e-9, 0.7, 0.95], dtype=torch.float64)
     top_k = torch.tensor([2**63 - 1, 9999, 40, 700, 9999, 3, 9999, 1, 9999])  # more than the vocabulary: off

@@ -95,17 +95,17 @@ def _top(top_k, top_p, row, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _uniform(u, positions, row):
-    """Return a row's u, or compute draw.uniform. u: the seeds, if there are positions."""
-    uniform = tl.load(u + row)
-    if positions is not None:
+def _uniform(u, seeds, positions, row):
+    """Return a row's u, or without it compute draw.uniform."""
+    if u is None:
         position = tl.load(positions + row).to(tl.int64)
         low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
-        first, second, _, _ = tl.philox(uniform, low, high, 0, 0)
+        first, second, _, _ = tl.philox(tl.load(seeds + row), low, high, 0, 0)
         bits = (first >> 5).to(tl.int64) * 67108864 + (second >> 6).to(tl.int64)  # 27 of the first, and 26 of the second
-        return bits.to(tl.float64) * (1 / 9007199254740992.0)
+        uniform = bits.to(tl.float64) * (1 / 9007199254740992.0)
     else:
-        return uniform
+        uniform = tl.load(u + row)
+    return uniform
 
 
 @triton.jit
@@ -242,8 +242,8 @@ def _draw_kept(
     logits, largest, temperature, min_p, row, listed, num_listed, num = row_of
     low, high, last = bound, _keys(largest, largest, row, temperature), (1 << BITS) - 1
     if (k == VOCAB) & (num_listed > 0):
-        if _weigh(row_of, low << BITS, VOCAB, BITS, LIST, TILE).to(tl.float64) < p * total.to(tl.float64):
-            num_listed = tl.full([], 0, tl.int64)  # top_p lets in more than the list
+        of_listed = _weigh(row_of, low << BITS, VOCAB, BITS, LIST, TILE)
+        num_listed = tl.where(of_listed.to(tl.float64) < p * total.to(tl.float64), 0, num_listed)  # top_p keeps more ids
     if num_listed == 0:
         low, num = _lowest_key(), tl.full([], VOCAB, tl.int64)
     row_of = logits, largest, temperature, min_p, row, listed, num_listed, num
@@ -281,8 +281,8 @@ def _draw_from_all(
 
 @triton.jit
 def _choose_kernel(
-    logits, maxima, first_ids, sums, bounds, listed, num_listed, greedy, temperature, min_p, top_k, top_p, u, positions,
-    token_ids, VOCAB: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
+    logits, maxima, first_ids, sums, bounds, listed, num_listed, greedy, temperature, min_p, top_k, top_p, u, seeds,
+    positions, token_ids, VOCAB: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr,
     LIST: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Choose the id of a row."""
@@ -293,11 +293,11 @@ def _choose_kernel(
     largest = tl.max(of_parts, 0)
     token_id = tl.min(tl.where(of_parts == largest, tl.load(first_ids + at, mask=inside, other=VOCAB), VOCAB), 0)
     token_id = tl.where(tl.abs(largest) < float("inf"), token_id, -1).to(tl.int64)
-    if u is not None:
+    if sums is not None:  # noqa: SIM102  it is decided when the kernel is compiled, as are others below
         if _is_drawn(largest, row, greedy):
-            uniform, weights = _uniform(u, positions, row), tl.load(sums + at, mask=inside, other=0)
+            uniform, weights = _uniform(u, seeds, positions, row), tl.load(sums + at, mask=inside, other=0)
             k, p, drops = _top(top_k, top_p, row, VOCAB)
-            if bounds is not None:
+            if bounds is not None:  # noqa: SIM102
                 if drops:
                     num = tl.load(num_listed + row).to(tl.int64)
                     num = tl.where(num <= LIST, num, 0)  # 0: all ids are read
@@ -351,14 +351,16 @@ def choose(logits: Float[Tensor, "batch vocab"], columns: ParameterColumns, u: U
         _sum_kernel[(batch, num_parts)](
             logits, maxima, sums, bounds, listed, num_listed, *rule, *sizes, _LIST, num_warps=_PART_WARPS
         )  # fmt: skip
-    of_rows, positions = u if isinstance(u, tuple) else (u, None)
+    uniform = (None, *u) if isinstance(u, tuple) else (u, None, None)
     _choose_kernel[(batch,)](
-        logits, maxima, first_ids, sums, bounds, listed, num_listed, *rule, of_rows, positions, token_ids,
+        logits, maxima, first_ids, sums, bounds, listed, num_listed, *rule, *uniform, token_ids,
         *sizes, _LIST, *search, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return token_ids
 
 
 def _rows_of(num_columns: int, dtype: torch.dtype, logits: Tensor) -> Tensor:
-    """Allocate columns for each row of the logits. A slice of a tensor may begin off 16 bytes, and Triton would compile again."""
+    """Allocate columns for each row of the logits. A slice of a larger tensor may begin off 16 bytes,
+    and Triton would compile the kernels again.
+    """
     return torch.empty(len(logits), num_columns, dtype=dtype, device=logits.device)
