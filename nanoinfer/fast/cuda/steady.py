@@ -53,49 +53,46 @@ from nanoinfer.system.transfer import integers_on_device
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 IDS, POSITIONS, LENGTHS, SLOTS, SEEDS, STEPS = range(6)  # the rows of SteadyBatch.numbers
 COUNTERS = slice(POSITIONS, SLOTS + 1)  # those that a step advances
+Rows = tuple[tuple[Sequence, int], ...]  # StepPlan.rows
 
 
 # ---- the host
 
 
 class Continued(Planner):
-    """Plans the steps of a scheduler. As long as the same sequences decode, it returns the same plan in less time."""
+    """Plans the steps of a scheduler. As long as the same sequences decode, it gives their rows again, in less time."""
 
     def __init__(self) -> None:
-        self._last: StepPlan | None = None  # the plan of the step before, if each of its sequences has one new token
+        self._last: StepPlan | None = None  # the plan of the step before, if it may go on
         self._sequences: list[Sequence] = []  # of that plan
         self._unread: dict[Sequence, frozenset[int]] = {}  # the ids that end an answer whose other tokens nothing reads
 
     def plan(self, scheduler: Scheduler) -> StepPlan:
-        begun = self._last and self._blocks_to_begin(scheduler)
-        if begun is None:
-            return self._remember(scheduler.schedule(), scheduler)
-        assert self._last is not None
-        scheduler.observer.scheduling_begun()
-        for seq in begun:
-            scheduler.block_manager.allocate(seq, 1)
-        scheduler.observer.step_scheduled(self._last, scheduler)
-        return self._last
-
-    def _blocks_to_begin(self, scheduler: Scheduler) -> list[Sequence] | None:
-        """Return the sequences that need a block if the last plan goes on. None: schedule() may decide something else."""
-        running, manager = scheduler.running, scheduler.block_manager
-        if len(running) != len(self._sequences) or (scheduler.waiting and scheduler.has_place()):
-            return None
+        """Return what scheduler.schedule() would. The rows of a plan that goes on are the same object."""
+        last, running, manager = self._last, scheduler.running, scheduler.block_manager
+        if last is None or len(running) != len(self._sequences) or (scheduler.waiting and scheduler.has_place()):
+            return self._scheduled(scheduler)
         block_size, begun = manager.block_size, []
         for seq in self._sequences:
             if seq.status is not RUNNING or seq.num_tokens >= seq.max_num_tokens:  # it has ended, or its last token is in flight
-                return None
+                return self._scheduled(scheduler)
             if seq.num_computed_tokens == len(seq.block_table) * block_size:
                 begun.append(seq)
-        return begun if len(begun) <= manager.num_free_blocks else None
+        if len(begun) > manager.num_free_blocks:
+            return self._scheduled(scheduler)
+        scheduler.observer.scheduling_begun()
+        for seq in begun:
+            manager.allocate(seq, 1)
+        plan = StepPlan(last.scheduled, last.rows)
+        scheduler.observer.step_scheduled(plan, scheduler)
+        return plan
 
-    def _remember(self, plan: StepPlan, scheduler: Scheduler) -> StepPlan:
-        """Note a plan that may go on: one new token of each running sequence, by the rules of Scheduler and BlockManager."""
-        kinds = type(scheduler), type(scheduler.block_manager)
+    def _scheduled(self, scheduler: Scheduler) -> StepPlan:
+        """Let the scheduler decide. Its plan may go on if it is one token of each running sequence, by the rules known here."""
+        plan, kinds = scheduler.schedule(), (type(scheduler), type(scheduler.block_manager))
         is_known = kinds[0].schedule is Scheduler.schedule and kinds[1].next_slots is BlockManager.next_slots
-        is_steady = is_known and _one_token_each(plan) and len(plan.rows) == len(scheduler.running)
-        self._last, self._sequences = (plan, [seq for seq, _ in plan.rows]) if is_steady else (None, [])
+        goes_on = is_known and has_one_token_each(plan) and len(plan.rows) == len(scheduler.running)
+        self._last, self._sequences = (plan, [seq for seq, _ in plan.rows]) if goes_on else (None, [])
         return plan
 
     def append_unread(
@@ -125,7 +122,7 @@ class Continued(Planner):
         self._unread.pop(seq, None)
 
 
-def _one_token_each(plan: StepPlan) -> bool:
+def has_one_token_each(plan: StepPlan) -> bool:
     """Whether a plan computes and samples one token of each sequence, and nothing else."""
     sizes = [item.num_packed_tokens for item in plan.scheduled]
     return sizes.count(1) == len(sizes) == len(plan.rows) > 0 and not plan.block_copies and plan.sampler is None
@@ -146,22 +143,21 @@ class SteadyExecutor(LocalExecutor):
         graphs = cast(StepGraphs, self.runner.graphs).table
         self.batch = SteadyBatch(self, config.max_num_rows, graphs.capture, on_first_use=graphs.on_first_use)
         self.graph_owners.append(self.batch)
-        self._plan: StepPlan | None = None  # the plan whose rows are those of the batch
-        self._other: StepPlan | None = None  # the last plan whose rows are not
+        self._rows: Rows | None = None  # those of the plan that the batch follows
+        self._other_rows: Rows | None = None  # those of the last plan that it does not
         self._graph: CapturedGraph
         self._outputs: list[SequenceOutput] = []
         if config.cudagraph_capture == "load":
             with torch.inference_mode(), self._in_step():
                 self.batch.prepare()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         start = time.perf_counter()
-        with self._in_step():
-            if plan is self._plan:
+        with torch.inference_mode(), self._in_step():
+            if plan.rows is self._rows:
                 self.batch.begin_blocks()
-            elif plan is self._other or not self._follow(plan, previous):
-                self._plan, self._other = None, plan
+            elif plan.rows is self._other_rows or not self._follow(plan, previous):
+                self._rows, self._other_rows = None, plan.rows
                 return super().launch(plan, previous)
             filled = time.perf_counter()
             self._graph.replay()
@@ -170,12 +166,12 @@ class SteadyExecutor(LocalExecutor):
             seconds = {"build": filled - start, "forward": replayed - filled, "sample": time.perf_counter() - replayed}
         return SteadyStep(plan, tokens, False, seconds, self._outputs)
 
-    @torch.inference_mode()
     def collect(self, step: LaunchedStep) -> StepOutput:
+        if not isinstance(step, SteadyStep):
+            return super().collect(step)
         start = time.perf_counter()
-        with self._in_step():
-            sampled = step.tokens.read()
-        if sampled.errors or not isinstance(step, SteadyStep):
+        sampled = step.tokens.read()
+        if sampled.errors:
             return super().collect(step)
         for output, token_id in zip(step.outputs, sampled.token_ids, strict=True):
             output.token_ids = [token_id]
@@ -184,12 +180,12 @@ class SteadyExecutor(LocalExecutor):
 
     def _follow(self, plan: StepPlan, previous: LaunchedStep | None) -> bool:
         """Let the rows of the batch become those of another plan. Returns False if they cannot."""
-        if not _one_token_each(plan):
+        if not has_one_token_each(plan):
             return False
         sequences = [seq for seq, _ in plan.rows]
         if (graph := self.batch.follow(sequences, previous)) is None:
             return False
-        self._plan, self._graph, self._outputs = plan, graph, [*map(SequenceOutput, sequences)]
+        self._rows, self._graph, self._outputs = plan.rows, graph, [*map(SequenceOutput, sequences)]
         return True
 
 
@@ -305,8 +301,8 @@ class SteadyBatch:
         return graph
 
     def _write_parameters(self, params: list[SamplingParams]) -> None:
-        """Write the parameters of the rows, if they are others than before."""
-        if len(params) == len(self._params) and all(map(is_, params, self._params)):
+        """Write the parameters of the rows, unless the first rows have them."""
+        if len(params) <= len(self._params) and all(map(is_, params, self._params)):
             return
         of_params = columns_and_groups(tuple(params), self._executor.info.vocab_size, self._device)
         is_drawn = of_params["max_top_k"] <= MAX_TOP_K
@@ -347,7 +343,7 @@ class SteadyBatch:
 
     def _write_blocks(self, places: Int[Tensor, " num"], blocks: Int[Tensor, " num"]) -> None:
         """Write entries of the tables, by their places in all tables one after the other."""
-        self.tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
+        self.tables.view(-1).index_copy_(0, places, blocks.view(torch.int32)[::2])  # the low half of each, without a kernel
 
 
 def draw(
