@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -305,8 +304,8 @@ class SteadyBatch:
         if len(params) <= len(self._params) and all(map(is_, params, self._params)):
             return
         of_params = columns_and_groups(tuple(params), self._executor.info.vocab_size, self._device)
-        is_drawn = of_params["max_top_k"] <= MAX_TOP_K
-        self._params, self._names = params, inputs_read(SimpleNamespace(**of_params)) if is_drawn else None
+        batch = SamplingBatch(u=torch.zeros(len(params), dtype=torch.float64), **of_params)
+        self._params, self._names = params, inputs_read(batch) if batch.max_top_k <= MAX_TOP_K else None
         for name, written in self.columns.items() if self._names else ():
             column, (_, off) = of_params[name], INPUTS[name]
             written[: len(params)] = off if column is None else column
