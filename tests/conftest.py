@@ -1,8 +1,10 @@
 """What every test shares: no network, few threads, shape checks on, and tiny checkpoints to compare with transformers."""
 
 import atexit
+import faulthandler
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +15,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's processes share the first one's
     os.environ["NANOINFER_CACHE"] = tempfile.mkdtemp(prefix="nanoinfer-tests-")
     atexit.register(shutil.rmtree, os.environ["NANOINFER_CACHE"], ignore_errors=True)
+os.environ["HF_HOME"] = os.path.join(os.environ["NANOINFER_CACHE"], "huggingface")  # no model of the user's
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and matplotlib need a home folder. no_home has none.
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=os.environ["NANOINFER_CACHE"])
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
@@ -61,6 +66,28 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # libraries check at exit that what they made was freed
+
+
+def pytest_runtest_call(item):
+    """Lift the limit of faulthandler_timeout for tests that take minutes."""
+    if item.get_closest_marker("long"):
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_teardown():
+    """A command sets the level of its process's loggers (cli/main.py), which is a test's process here."""
+    for name in ("nanoinfer", "nanoinfer.fast.cpu.native"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def no_home(tmp_path, monkeypatch):
+    """As in a container whose user is only a number: no HOME, and the system does not know the user. In an empty folder."""
+    pwd = pytest.importorskip("pwd", reason="Windows has no such users")
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "NANOINFER_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -65,10 +65,21 @@ def choose(paths: Sequence[str], number: int, seed: int) -> list[Mutant]:
     return [*islice((one for one in every if any(pairs_of_codes(one))), number)]
 
 
+def is_in_kernel(tree: ast.AST, line: int) -> bool:
+    """Whether a line is one of a Triton kernel: its source is compiled, so changed codes would change nothing."""
+    functions = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef))
+    return any(
+        one.lineno <= line <= (one.end_lineno or line) and any("triton.jit" in ast.unparse(by) for by in one.decorator_list)
+        for one in functions
+    )
+
+
 def pairs_of_codes(mutant: Mutant) -> Iterator[tuple[CodeType, CodeType]]:
     """The codes of the functions that a change changes, before and after it, the outer ones first."""
     source = Path(mutant.file).read_text(encoding="utf-8")
     changed = ast.fix_missing_locations(Change(mutant.number).visit(ast.parse(source)))
+    if is_in_kernel(changed, mutant.line):
+        return
     pairs = [(compile(source, mutant.file, "exec"), compile(changed, mutant.file, "exec"))]
     while pairs:
         before, after = pairs.pop()

@@ -70,6 +70,9 @@ COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings":
 # A kernel -> how many elements it touches from the start of a tensor, by the names of its parameters: a formula of its grid and
 # its other arguments.
 ROWS = dict.fromkeys(("greedy", "temperature", "min_p"), "grid[0]")
+LINEAR = {
+    "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
+}  # fmt: skip
 REACH: dict[str, dict[str, str]] = {
     "_rms_norm_kernel": {"x": "grid[0] * SIZE", "weight": "SIZE", "out": "grid[0] * SIZE"},
     "_silu_mul_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
@@ -88,8 +91,20 @@ REACH: dict[str, dict[str, str]] = {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
         "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM", "out": "grid[0] * HEAD_DIM",
     },
-    "_linear_kernel": {
-        "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
+    "_linear_kernel": LINEAR | {
+        "partial": "grid[1] * ROWS * grid[0] * COLUMNS", "num_arrived": "grid[0]",
+    },
+    "_decode_linear_kernel": LINEAR | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
+    "_decode_attention_kernel": {
+        "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + NUM_KV_HEADS * HEAD_DIM",
+        "v": "(grid[0] - 1) * v_stride + NUM_KV_HEADS * HEAD_DIM", "out": "grid[0] * NUM_HEADS * HEAD_DIM",
+        "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
+        **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
+        **dict.fromkeys(("slots", "seq_lens"), "grid[0]"), "sinks": "NUM_HEADS",
+    },
+    "_angles_kernel": {
+        "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
     },
     "_largest_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids"), "grid[0] * NUM_PARTS")},
     "_sum_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"), **ROWS},
@@ -104,11 +119,13 @@ REACH: dict[str, dict[str, str]] = {
 }  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
+    | {"positions": torch.int64}
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
     | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
     | dict.fromkeys(("greedy", "is_undecided"), torch.bool)
-    | {"first_ids": torch.int32, "block_tables": torch.int32}
+    | dict.fromkeys(("first_ids", "block_tables", "num_arrived"), torch.int32)
+    | dict.fromkeys(("inv_freq", "partial"), torch.float32)
 )
 
 
@@ -139,6 +156,11 @@ class Launch:
             reads, _, writes = self.compiled.asm["ptx"].partition("bar.sync")
             assert writes.count("st.global"), "a block is written before all are read"
             assert "st.global" not in reads, "a block is written before all are read"
+        if self.arguments.get("PDL"):
+            before, _, after = self.compiled.asm["ptx"].partition("griddepcontrol.wait")
+            assert "ld.global" in before, "nothing is loaded while the kernel before still runs"
+            assert "st.global" in after, "the kernel does not wait"
+            assert not re.search(r"st\.global|atom\.|\bbra\b|\bret;", before), "the kernel writes or ends before it waits"
 
 
 def extent(tensor: Tensor) -> int:
@@ -192,6 +214,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     model_class, config = MODELS[name]
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
+    model.rotary_emb.float()  # as the loader leaves it
     for layer in model.layers:  # experts are chosen by values, which a tensor on the meta device does not have
         if hasattr(layer.mlp, "experts"):
             layer.mlp = layer.mlp.experts[0]

@@ -19,7 +19,7 @@ tile of keys at a time and keeps three values per query of all earlier tiles:
 With a window, both begin at the first key of the window. A sink is an extra key with the value 0, merged at the end.
 
 Decode splits the keys, because a few long sequences with a query each would leave most of the GPU idle. reference.py
-is the plain version of both, and `_over_tiles` below has the formula. In a compiled model the store also rotates q and k.
+is the plain version of both, and `_with_tile` below has the formula. In a compiled model the store also rotates q and k.
 """
 
 import os
@@ -118,43 +118,60 @@ def _copy_kernel(
 
 
 @triton.jit
+def _load_tile(
+    k_pages, v_pages, block_table, kv_head, keys, last_key, dims,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return k and v of a tile of keys, [keys, dims], 0 from last_key on."""
+    inside = keys < last_key
+    blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0)
+    slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
+    offsets = (slots.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
+    there = inside[:, None] & (dims[None, :] < HEAD_DIM)
+    k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
+    v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _with_tile(q, k, v, m, l, o, keys, last_key, positions, scale, WINDOW: tl.constexpr):
+    """Return the running softmax (m, l, o) of q's rows after a tile of keys, up to each row's position."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [rows, keys], "ieee": fp32 without tf32
+    visible = (keys < last_key)[None, :] & (keys[None, :] <= positions[:, None])
+    if WINDOW:
+        visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+    scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.maximum(m, tl.max(scores, 1))
+    shrink = tl.exp(m - largest)
+    weights = tl.exp(scores - largest[:, None])
+    l = l * shrink + tl.sum(weights, 1)
+    o = o * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return largest, l, o
+
+
+@triton.jit
 def _over_tiles(
-    q, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
+    q, m, l, o, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
+    """Continue the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
 
-    q: [rows, HEAD_DIM padded]. Returns m [rows], l [rows], o [rows, HEAD_DIM padded] in fp32, with m = -1e30 for rows that have
-    no keys. A row attends to at most WINDOW keys. 0: no window.
+    q: [rows, HEAD_DIM padded]. m, l, o: those of earlier keys, or of `_no_keys`. A row attends to at most WINDOW keys. 0: no
+    window.
     """
-    ROWS: tl.constexpr = q.shape[0]
-    DIM: tl.constexpr = q.shape[1]
-    dims = tl.arange(0, DIM)
-    m = tl.full([ROWS], -1e30, tl.float32)  # finite, because a row may find no key of its window in a tile
-    l = tl.zeros([ROWS], tl.float32)
-    o = tl.zeros([ROWS, DIM], tl.float32)
+    dims = tl.arange(0, q.shape[1])
     for first in range(first_key, last_key, TILE):
         keys = first + tl.arange(0, TILE)
-        inside = keys < last_key
-        blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0)
-        slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-        offsets = (slots.to(tl.int64) * NUM_KV_HEADS + kv_head) * HEAD_DIM  # for each key
-        there = inside[:, None] & (dims[None, :] < HEAD_DIM)
-        k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)  # [TILE, DIM]
-        v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
-
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], "ieee": fp32 without tf32
-        visible = inside[None, :] & (keys[None, :] <= positions[:, None])
-        if WINDOW:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        largest = tl.maximum(m, tl.max(scores, 1))
-        shrink = tl.exp(m - largest)
-        weights = tl.exp(scores - largest[:, None])
-        l = l * shrink + tl.sum(weights, 1)
-        o = o * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        m = largest
+        k, v = _load_tile(k_pages, v_pages, block_table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        m, l, o = _with_tile(q, k, v, m, l, o, keys, last_key, positions, scale, WINDOW)
     return m, l, o
+
+
+@triton.jit
+def _no_keys(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Return the running softmax of rows without keys: m [ROWS], l [ROWS], o [ROWS, DIM] in fp32."""
+    m = tl.full([ROWS], -1e30, tl.float32)  # finite, because a row may find no key of its window in a tile
+    return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
 
 
 @triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change often, and must not recompile
@@ -181,8 +198,9 @@ def _prefill_kernel(
         first_key = 0
         if WINDOW:
             first_key = tl.maximum(seq_len - num_queries + first - WINDOW + 1, 0)
+        m, l, o = _no_keys(ROWS, DIM)
         m, l, o = _over_tiles(
-            tile, k_pages, v_pages, block_tables + seq * table_stride, positions, head // (NUM_HEADS // NUM_KV_HEADS),
+            tile, m, l, o, k_pages, v_pages, block_tables + seq * table_stride, positions, head // (NUM_HEADS // NUM_KV_HEADS),
             first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
         )  # fmt: skip
         if sinks is not None:
@@ -223,8 +241,9 @@ def _decode_kernel(
     inside = (rows[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
     tile = tl.load(q + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
+    m, l, o = _no_keys(ROWS, DIM)
     m, l, o = _over_tiles(
-        tile, k_pages, v_pages, block_tables + seq * table_stride, positions, kv_head,
+        tile, m, l, o, k_pages, v_pages, block_tables + seq * table_stride, positions, kv_head,
         first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
     where = (seq * NUM_HEADS + heads) * NUM_SPLITS + split
@@ -234,15 +253,13 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(
-    partial_m, partial_l, partial_o, out, sinks,
+def _merged(
+    partial_m, partial_l, partial_o, sinks, row,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one sequence per program: scale their m, l and o to the largest m and add."""
-    row = tl.program_id(0).to(tl.int64)
+    """Merge the splits of one head of one sequence: scale their m, l and o to the largest m and add. Returns [DIM]."""
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, DIM)
-    inside = dims < HEAD_DIM
     m = tl.load(partial_m + row * NUM_SPLITS + splits)
     largest = tl.max(m, 0)
     if sinks is not None:
@@ -253,9 +270,20 @@ def _merge_kernel(
     if sinks is not None:
         total += tl.exp(sink - largest)
     where = (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    o = tl.load(partial_o + where, mask=inside[None, :], other=0.0)
-    merged = tl.sum(o * shrink[:, None], 0) / total
-    tl.store(out + row * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=inside)
+    o = tl.load(partial_o + where, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.sum(o * shrink[:, None], 0) / total
+
+
+@triton.jit
+def _merge_kernel(
+    partial_m, partial_l, partial_o, out, sinks,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one head of one sequence per program."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, DIM)
+    merged = _merged(partial_m, partial_l, partial_o, sinks, row, NUM_HEADS, HEAD_DIM, DIM, NUM_SPLITS)
+    tl.store(out + row * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 class TritonBackend:
@@ -374,8 +402,7 @@ def decode(
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
-    rows = max(triton.next_power_of_2(num_heads // num_kv_heads), _MIN_ROWS)
-    dim, tile, _ = _tile_sizes(q)
+    rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
     # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
     m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
@@ -398,15 +425,26 @@ def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
     return (dim, tile, 4) if q.element_size() == 2 and uses_tensor_cores() else (dim, tile // 2, 8)
 
 
+def row_and_tile_sizes(q: Tensor, num_kv_heads: int) -> tuple[int, int, int]:
+    """Return how many rows a decode pads the queries of a KV head to, and the first two of `_tile_sizes`."""
+    dim, tile, _ = _tile_sizes(q)
+    return max(triton.next_power_of_2(q.shape[1] // num_kv_heads), _MIN_ROWS), dim, tile
+
+
 def uses_tensor_cores() -> bool:
     """Whether Triton multiplies 16-bit numbers on tensor cores, which it does from sm_80 on."""
+    return (architecture() or 80) >= 80
+
+
+def architecture() -> int | None:
+    """The architecture of the current GPU, such as 90 for sm_90. None: Triton's interpreter, or no GPU of NVIDIA."""
     if not isinstance(_prefill_kernel, JITFunction):  # interpreted
-        return True
-    return _has_tensor_cores(triton.runtime.driver.active, triton.runtime.driver.active.get_current_device())
+        return None
+    return _architecture_of(triton.runtime.driver.active, triton.runtime.driver.active.get_current_device())
 
 
 @cache
-def _has_tensor_cores(driver: Any, device: int) -> bool:
-    """Whether a device has tensor cores for 16-bit numbers. Cached, because the driver reads all properties of the device."""
+def _architecture_of(driver: Any, device: int) -> int | None:
+    """As `architecture`. Cached, because the driver reads all properties of the device."""
     target = driver.get_current_target()
-    return not (target.backend == "cuda" and target.arch < 80)
+    return int(target.arch) if target.backend == "cuda" else None

@@ -1,11 +1,12 @@
 """Emulate kernels without a GPU.
 
 python -m tests.emulated_gpu --kernel decode      # what a warp does, by the lines of the kernel's source
-python -m tests.emulated_gpu --case "store bfloat16" "attention float16 64 window"      # each result is a line of JSON
+python -m tests.emulated_gpu --case "store bfloat16" "decode float16 64 window" --arch 80 90      # a line of JSON for each
 python -m tests.emulated_gpu --fault "decode: no wait for the keys"      # an injected fault, and what found it
 """
 
 import argparse
+import itertools
 import json
 
 import torch
@@ -27,15 +28,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", choices=KERNELS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--arch", type=int, choices=[75, 80], default=80)
+    parser.add_argument("--arch", type=int, choices=[75, 80, 90], nargs="+", default=[80], help="of --case")
     parser.add_argument("--case", metavar="CASE", help="a name in cases.py", choices=CASES, nargs="+", default=[])
     parser.add_argument("--fault", metavar="FAULT", help="a name in faults.py", choices=faults.FAULTS, nargs="+", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)  # tensors are tiny
-    for name in args.case:
-        with emulated_gpu(arch=args.arch) as launches:
-            share_of_tolerance = CASES[name]()
-        print(json.dumps({"case": name, "share_of_tolerance": share_of_tolerance, "num_launches": len(launches)}), flush=True)
+    for arch, name in itertools.product(args.arch, args.case):
+        with emulated_gpu(arch=arch) as launches:
+            result = {"case": name, "arch": arch, "share_of_tolerance": CASES[name](), "num_launches": len(launches)}
+        print(json.dumps(result), flush=True)
     for name in args.fault:
         print(json.dumps({"fault": name, "found": faults.found(name)}), flush=True)
     if args.kernel:
@@ -43,7 +44,7 @@ def main() -> None:
         case = KERNELS[args.kernel].format(args.dtype)
         if case not in CASES:
             parser.error(f"the kernel {args.kernel} is not launched for {args.dtype}")
-        with emulated_gpu(observe=table.observe, arch=args.arch):
+        with emulated_gpu(observe=table.observe, arch=args.arch[0]):
             CASES[case]()
         print(table)
 

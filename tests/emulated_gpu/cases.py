@@ -30,7 +30,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
 OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
 EPS = 1e-6
 # (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
-LENGTHS = [(290, 1), (0, 1), (15, 1), (64, 1), (150, 70), (0, 20), (40, 33)]
+DECODES = [(290, 1), (0, 1), (15, 1), (64, 1)]
+LENGTHS = [*DECODES, (150, 70), (0, 20), (40, 33)]
 
 
 def _rounded(dtype: torch.dtype, out: Tensor) -> Tensor:
@@ -300,9 +301,10 @@ CASES: dict[str, Callable[[], float]] = {
 } | {
     "far rotate bfloat16": lambda: check_far_rotate(torch.bfloat16)
 } | {
-    f"attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: check_attention(
-        dtype, head_dim, option
+    f"{kernels} {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option, lengths=lengths: (
+        check_attention(dtype, head_dim, option, lengths)
     )
+    for kernels, lengths in (("attention", LENGTHS), ("decode", DECODES))
     for name, dtype in DTYPES.items()
     for head_dim in (64, 128, 256)
     for option in OPTIONS

@@ -1,4 +1,4 @@
-"""Launch kernels as the engine does, compiled for sm_80 or sm_75, and execute what the compiler wrote.
+"""Launch kernels as the engine does, compiled for sm_75, sm_80 or sm_90, and execute what the compiler wrote.
 
     with emulated_gpu() as launches:
         rms_norm(x, weight, 1e-6)  # tensors are the CPU's
@@ -15,51 +15,23 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
 from tests.emulated_gpu import machine
 from tests.emulated_gpu.machine import Observe
-from tests.emulated_gpu.memory import GlobalMemory, unsigned
+from tests.emulated_gpu.memory import GlobalMemory
 from tests.emulated_gpu.ptx import parse
+from tests.emulated_gpu.writes import Writes
 from tests.simulated_gpu import Launch
 
-_EMPTY = {torch.empty, torch.empty_like, Tensor.new_empty}
 
-
-class Unwritten(TorchFunctionMode):
-    """Remember, for what torch.empty returns, which elements a kernel has written since.
-
-    A tensor of torch.empty that torch itself fills later counts as unwritten, so kernels cannot read it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._written: dict[int, tuple[Tensor, np.ndarray]] = {}
-
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if function in _EMPTY:
-            self._written[out.untyped_storage().data_ptr()] = out, np.zeros(out.numel(), bool)
-        return out
-
-    def written(self, tensor: Tensor) -> np.ndarray | None:
-        """The flags of a tensor's elements, from its first to its last in memory. None: it is not of torch.empty."""
-        known = self._written.get(tensor.untyped_storage().data_ptr())
-        return None if known is None else known[1][tensor.storage_offset() :][: len(unsigned(tensor))]
-
-
-def emulate(
-    launch: Launch, ptx: str | None = None, *, unwritten: Unwritten | None = None, observe: Observe | None = None
-) -> None:
+def emulate(launch: Launch, ptx: str | None = None, *, writes: Writes | None = None, observe: Observe | None = None) -> None:
     """Execute a launch, whose tensors are in the host's memory.
 
     Args:
         ptx: executed in place of what the compiler wrote.
-        unwritten: knows what may not be read. None: all elements of all tensors may be.
+        writes: knows what may be read, and what the step has written. None: all may be read, and there is no step.
         observe: is called before each instruction (machine.py).
 
     Raises:
@@ -71,12 +43,17 @@ def emulate(
     for name, kind in compiled.src.signature.items():
         argument = launch.arguments[name]
         if isinstance(argument, Tensor) and kind != "constexpr":
-            argument = memory.add(name, argument, unwritten and unwritten.written(argument))
+            known = (writes.may_be_read(argument), writes.written_in_step(argument)) if writes else ()
+            argument = memory.add(name, argument, *known)
         if kind != "constexpr":
             values.append(argument)
     kernel = parse(ptx or compiled.asm["ptx"])
     values += [0] * (len(kernel.parameters) - len(values))  # Triton's own memory, which the kernels do not use
-    machine.emulate(kernel, launch.grid, values, memory, compiled.metadata.shared, observe)
+    is_dependent = compiled.metadata.launch_pdl
+    machine.emulate(kernel, launch.grid, values, memory, compiled.metadata.shared, observe, is_dependent)
+    if writes:
+        for tensor, elements in memory.writes():
+            writes.note(tensor, elements)
 
 
 @contextmanager
@@ -88,13 +65,12 @@ def emulated_gpu(
     Args:
         edits: for a kernel's name, what changes its PTX before it is emulated.
         observe: is called before each instruction (machine.py).
-        arch: 80 or 75. The emulator does not know the instructions of later architectures.
+        arch: 75, 80 or 90, of which the emulator does not know the products of four warps (wgmma).
 
     Raises:
         AssertionError: an edit that changes nothing.
     """
-    unwritten = Unwritten()
-    with simulated_gpu.simulated_gpu(arch) as launches, unwritten:
+    with simulated_gpu.simulated_gpu(arch) as launches, Writes() as writes:
         compile_only = JITFunction.run
 
         def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +81,7 @@ def emulated_gpu(
                 edited = edit(ptx)
                 assert edited != ptx, f"the edit of {launch.kernel} changes nothing"
                 ptx = edited
-            emulate(launch, ptx, unwritten=unwritten, observe=observe)
+            emulate(launch, ptx, writes=writes, observe=observe)
 
         with mock.patch.object(JITFunction, "run", run):
             yield launches

@@ -2,7 +2,7 @@
 
 In: a kernel (ptx.py), a grid, arguments and tensors (memory.py). Out: the tensors are written, or a `Fault` is raised.
 
-Each instruction is decoded once into a function of no arguments, which computes whole arrays. Every thread has its own next
+A block's instructions are decoded into functions of no arguments, which compute whole arrays. Every thread has its own next
 block. The first of these blocks in the kernel's order is executed next, by the threads that are there, so that threads that
 diverge meet again where their paths do. Programs share nothing in a launch, so several are emulated together. Arithmetic is
 IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keeps denormal numbers. The approximate `ex2`,
@@ -36,9 +36,12 @@ _ARITHMETIC = {
 }  # fmt: skip
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
+    "ltu": lambda a, b, out, where: np.copyto(out, ~(a >= b), where=where), "neu": np.not_equal,
 }  # fmt: skip
-_CONVERSIONS = (["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
+_ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
+_CONVERSIONS = (["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -48,7 +51,7 @@ Observe = Callable[["Machine", Instruction], None]
 
 def emulate(
     kernel: Kernel, grid: Sequence[int], arguments: Sequence[int | float], memory: GlobalMemory, shared_size: int,
-    observe: Observe | None = None,
+    observe: Observe | None = None, is_dependent: bool = False,
 ) -> None:  # fmt: skip
     """Execute all programs of a grid.
 
@@ -56,10 +59,11 @@ def emulate(
         arguments: the values of the kernel's parameters, tensors by the addresses that memory gave them.
         shared_size: bytes of shared memory of a program.
         observe: is called before each instruction, for the threads of `machine.threads`.
+        is_dependent: it was launched with programmatic dependent launch (PDL), so it may run before earlier kernels have ended.
 
     Raises:
         Fault: the kernel does what a GPU would not report.
-        NotImplementedError: an instruction that is not known.
+        NotImplementedError: a thread gets to an instruction that is not known.
     """
     x, y, z = (*grid, 1, 1)[:3]
     programs = np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)])
@@ -69,14 +73,15 @@ def emulate(
     def who(thread: int) -> str:
         return f"thread {thread % num_threads} of program {tuple(programs[thread // num_threads].tolist())}"
 
-    memory.who = who
+    memory.begin(len(programs), num_threads, who, is_dependent)
     with np.errstate(all="ignore"):
         for first in range(0, len(programs), at_once):
             chosen = programs[first : first + at_once]
             shared = SharedMemory(
                 shared_size, cell, len(chosen), num_threads, lambda thread, first=first: who(first * num_threads + thread)
             )
-            Machine(kernel, chosen, first * num_threads, arguments, memory, shared, observe).run()
+            Machine(kernel, (x, y, z), chosen, first * num_threads, arguments, memory, shared, observe).run()
+    memory.end()
 
 
 def _smallest_shared_access(kernel: Kernel) -> int:
@@ -105,8 +110,8 @@ class Machine:
     """
 
     def __init__(
-        self, kernel: Kernel, programs: NDArray, first_thread: int, arguments: Sequence[int | float], memory: GlobalMemory,
-        shared: SharedMemory, observe: Observe | None,
+        self, kernel: Kernel, grid: Sequence[int], programs: NDArray, first_thread: int, arguments: Sequence[int | float],
+        memory: GlobalMemory, shared: SharedMemory, observe: Observe | None,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
@@ -117,10 +122,13 @@ class Machine:
         }
         self._all = np.arange(self.num_lanes)
         self._special = {name: programs.T[axis].repeat(self.num_threads).astype(np.uint32) for name, axis in _SPECIAL.items()}
+        self._special |= {
+            f"%nctaid.{axis}": np.full(self.num_lanes, size, np.uint32) for axis, size in zip("xyz", grid, strict=True)
+        }
         self._special["%tid.x"] = (self._all % self.num_threads).astype(np.uint32)
         self._parameters = dict(zip(kernel.parameters, arguments, strict=True))
         self._labels = kernel.labels
-        self._blocks = [[self._decode(instruction) for instruction in block] for block in kernel.blocks]
+        self._steps: list[list[Step] | None] = [None] * len(kernel.blocks)  # decoded when a thread first gets there
         self._next = np.zeros(self.num_lanes, np.int64)
         self.mask: bool | NDArray = True
         self.threads = self._all
@@ -131,7 +139,10 @@ class Machine:
             here = self._next == block
             self._next[here] = block + 1
             self._restrict(True if here.all() else here)
-            for step in self._blocks[block]:
+            steps = self._steps[block]
+            if steps is None:
+                steps = self._steps[block] = [self._decode(instruction) for instruction in self.kernel.blocks[block]]
+            for step in steps:
                 step()
         self._restrict(True)
         self.shared.meet(self.threads)
@@ -158,7 +169,10 @@ class Machine:
     # Operands
 
     def _register(self, name: str, dtype: type | None = None) -> NDArray:
-        prefix, number = re.fullmatch(r"(%\D+)(\d+)", name).groups()
+        found = re.fullmatch(r"(%\D+)(\d+)", name)
+        if not found:
+            raise NotImplementedError(f"the emulator does not know the register {name}")
+        prefix, number = found.groups()
         row = self.banks[prefix][int(number)]
         return row if dtype is None else row.view(dtype)
 
@@ -218,7 +232,7 @@ class Machine:
     def _decode(self, instruction: Instruction) -> Step:
         family, *types = instruction.name.split(".")
         decode = getattr(self, f"_decode_{family}", None)
-        if family in _ARITHMETIC and not (family == "mul" and types[0] in ("wide", "lo")):
+        if family in _ARITHMETIC and not (family == "mul" and types[0] in ("wide", "lo", "hi")):
             decode = self._decode_arithmetic
         step = decode and decode(instruction, types)
         if step is None:
@@ -245,8 +259,14 @@ class Machine:
     def _copy(self, target: NDArray, compute: Callable[[], NDArray]) -> Step:
         return lambda: np.copyto(target, compute(), where=self.mask, casting="unsafe")
 
-    def _decode_arithmetic(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_arithmetic(self, instruction: Instruction, types: list[str]) -> Step | None:
         family = instruction.name.split(".")[0]
+        if types[-1] in ("s16x2", "u16x2"):  # two numbers in a register, of which each wraps by itself
+            dtype, function = _TYPES[types[-1][:3]], _ARITHMETIC[family]
+            target, *sources = instruction.operands
+            result, sources = self._register(target), [self._value(source, np.uint32) for source in sources]
+            pairs = [np.atleast_1d(source).view(dtype).reshape(-1, 2) for source in sources]
+            return self._copy(result, lambda: function(*pairs).view(np.uint32)[:, 0])
         dtype, function = _TYPES[types[-1]], _ARITHMETIC[family]
         if dtype is np.float32:  # a number wins over NaN
             function = {"min": np.fmin, "max": _larger}.get(family, function)
@@ -258,6 +278,9 @@ class Machine:
         if types[0] == "lo":
             return self._ufunc(np.multiply, target, (a, b), dtype)
         wide = _WIDER[dtype]
+        if types[0] == "hi":
+            a, b, shift = self._value(a, dtype), self._value(b, dtype), wide(8 * dtype().itemsize)
+            return self._copy(self._register(target, dtype), lambda: np.multiply(a, b, dtype=wide) >> shift)
         a, b, result = self._value(a, dtype), self._value(b, dtype), self._register(target, wide)
         return lambda: np.multiply(a, b, out=result, where=self.mask, dtype=wide)
 
@@ -353,6 +376,9 @@ class Machine:
         if types == ["ftz", "sat", "f32", "f32"]:
             value = self._value(sources[0], np.float32)
             return self._copy(self._register(target, np.float32), lambda: np.fmax(np.fmin(value, np.float32(1)), np.float32(0)))
+        if types == ["rni", "ftz", "s32", "f32"]:
+            value = self._value(sources[0], np.float32)
+            return self._copy(self._register(target, np.int32), lambda: np.rint(value))
         rounded = types[0] in ("rn", "rzi")
         to, source_type = types[rounded:]
         sources = [self._value(source, _TYPES[source_type]) for source in sources]
@@ -371,6 +397,8 @@ class Machine:
 
     def _decode_mov(self, instruction: Instruction, types: list[str]) -> Step:
         target, source = instruction.operands
+        if target == "%SPL":  # the stack, which no block that is executed uses
+            return lambda: None
         if target.startswith("{"):
             scatter, value = self._scatter(target), self._register(source)
             prefix, rows = self._rows(target)
@@ -458,7 +486,53 @@ class Machine:
 
         return ldmatrix
 
+    def _decode_stmatrix(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """The inverse of ldmatrix: the threads hold two numbers of a row each, and name the rows to which they are written."""
+        if types[:3] != ["sync", "aligned", "m8n8"] or types[-2:] != ["shared", "b16"]:
+            return None
+        number, transposed = int(types[3][1:]), "trans" in types
+        address, source = self.address(instruction.operands[0]), instruction.operands[1]
+
+        def stmatrix() -> None:
+            self._require_whole_warps(instruction)
+            naming = self.threads.reshape(-1, _WARP)[:, : 8 * number].reshape(-1)
+            addresses = address().reshape(-1, _WARP)[:, : 8 * number].reshape(-1)
+            pairs = self._gather(source)[:, self.threads].reshape(number, -1, _WARP).swapaxes(0, 1)
+            matrices = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, number, 8, 8)
+            if transposed:
+                matrices = matrices.swapaxes(2, 3)
+            values = np.ascontiguousarray(matrices).view(np.uint8).reshape(-1, 16)
+            self.shared.store(addresses, values, naming, instruction)
+
+        return stmatrix
+
+    def _decode_atom(self, instruction: Instruction, types: list[str]) -> Step | None:
+        """What a program releases to the whole GPU, others can acquire. At a smaller scope it is theirs only by luck."""
+        if types[0] != "global" or len(types) != 5 or types[3] not in _ATOMIC:
+            return None
+        _, scope, semantics, family, type_name = types
+        target, address, operand = instruction.operands
+        dtype, function = _TYPES[type_name], _ATOMIC[family]
+        result, value, addresses = self._register(target), self._value(operand, dtype), self.address(address)
+        reaches_all = scope in ("gpu", "sys")
+        releases, acquires = (reaches_all and name in semantics for name in ("rel", "acq"))
+
+        def update() -> None:
+            values = np.broadcast_to(value, self.num_lanes)[self.threads]
+            old = self.memory.update(
+                addresses(), dtype().itemsize, self.threads + self._first_thread, instruction,
+                lambda i, stored: function(stored.view(dtype), values[i : i + 1]), releases=releases, acquires=acquires,
+            )  # fmt: skip
+            result[self.threads] = old.view(result.dtype)[:, 0]
+
+        return update
+
     # Warps and programs
+
+    def _decode_griddepcontrol(self, instruction: Instruction, types: list[str]) -> Step | None:
+        if types == ["launch_dependents"]:  # later kernels may start. They wait for the end of this one, whenever they start
+            return lambda: None
+        return (lambda: self.memory.wait_for_earlier(self.threads + self._first_thread)) if types == ["wait"] else None
 
     def _require_whole_warps(self, instruction: Instruction) -> None:
         if self.mask is not True:
@@ -472,6 +546,8 @@ class Machine:
             def meet_in_warps() -> None:
                 self._require_whole_warps(instruction)
                 self.shared.meet_in_warps(self.threads)
+                if self.num_threads == _WARP:
+                    self.memory.order.meet(self.threads + self._first_thread)
 
             return meet_in_warps
         if types != ["sync"] or instruction.operands != ["0"]:
@@ -483,6 +559,7 @@ class Machine:
                 if (together.any(1) != together.all(1)).any():
                     raise DivergenceFault(f"some threads of a program are elsewhere in {instruction}")
             self.shared.meet(self.threads)
+            self.memory.order.meet(self.threads + self._first_thread)
 
         return meet
 

@@ -3,8 +3,9 @@ users.
 
 In: the addresses of each thread. Out: bytes, or a `Fault`. machine.py decides which threads take part.
 
-An access is checked when it is made, for its address and for bytes that nobody wrote. A race is found when the threads meet at
-a barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were emulated.
+An access is checked when it is made, for its address and for bytes that nobody wrote. A race in shared memory is found when the
+threads meet at a barrier: all accesses since the previous barrier are compared then, whatever the order was in which they were
+emulated. A race in a tensor is found by the second access, which nothing orders after the first (order.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.emulated_gpu.order import Order
 from tests.emulated_gpu.ptx import Instruction
+from tests.emulated_gpu.writes import extent
 
 SHARED_BASE = 0x1000  # so that address 0 lies outside
 _SLOT = 40  # a tensor begins at a multiple of 2^40, so a wrong offset cannot reach the next tensor
@@ -24,6 +27,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # neighbour, and which sum lands is undefined. Both are the sum within 2 * 10 roundings of 2^-24 each.
 _ROUNDING = 20 * 2**-24
 _UNWRITTEN, _WRITTEN, _IN_FLIGHT = 0, 1, 2
+_TIMES = 2**20  # more than a program's time can be
 
 
 class Fault(Exception):
@@ -46,14 +50,17 @@ class RaceFault(Fault):
     """Two threads use a place, at least one writes it, and nothing orders them."""
 
 
+class DependencyFault(Fault):
+    """A program that may run while earlier kernels do: it uses what these write before it waits for them, or does not wait."""
+
+
 class DivergenceFault(Fault):
     """Threads that must execute an instruction together are elsewhere."""
 
 
 def unsigned(tensor: Tensor) -> NDArray:
     """The elements from a tensor's first to its last in memory as unsigned integers. The memory is shared."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = tensor.detach().as_strided((extent if tensor.numel() else 0,), (1,))
+    flat = tensor.detach().as_strided((extent(tensor),), (1,))
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return flat.view(signed).numpy().view(_UNSIGNED[tensor.element_size()])
 
@@ -63,13 +70,21 @@ class Region:
 
     Attributes:
         written: for each element, whether anybody wrote it. Regions of one storage may share it. None: all are written.
-        writer: for each element, 1 plus the thread that wrote it in this launch. 0: none did. None: no element was written.
+        earlier: for each byte of an element, whether earlier kernels of the step wrote it. [elements, bytes] None: none did.
+        writer: for each element, 1 plus the thread that wrote it last in this launch. 0: none did. None: none was written.
+        written_at: the time at which it did (order.py).
+        atomics: the elements that an atomic instruction wrote last.
     """
 
-    def __init__(self, name: str, tensor: Tensor, base: int, written: NDArray | None) -> None:
+    def __init__(self, name: str, tensor: Tensor, base: int, written: NDArray | None, earlier: NDArray | None) -> None:
         self.name, self.tensor, self.base, self.shape = name, tensor, base, tuple(tensor.shape)
         self.elements = unsigned(tensor)
-        self.written, self.writer = written, None
+        self.written, self.earlier = written, earlier
+        self.writer: NDArray | None = None
+        self.written_at: NDArray | None = None
+        self.atomics: set[int] = set()
+        self._reads: list[tuple[NDArray, ...]] = []  # elements, thread * _TIMES + time, and program, until there is a writer
+        self._readers: tuple[NDArray, NDArray] | None = None
         self._steps = sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)
 
     def outside(self, elements: NDArray) -> NDArray:
@@ -79,6 +94,37 @@ class Region:
             index = np.minimum(rest // stride, size - 1) if stride else 0
             rest = rest - index * stride
         return outside | (rest != 0)
+
+    def note_reads(self, elements: NDArray, threads: NDArray, times: NDArray, programs: NDArray) -> None:
+        """Threads read their rows of elements in one instruction."""
+        self._reads.append((elements, threads * _TIMES + times, programs))
+        if self.writer is not None:
+            self._count_reads()
+
+    def _count_reads(self) -> None:
+        """Of threads of a program that read an element in one instruction, the lowest counts. The others drop their copies."""
+        for elements, users, programs in self._reads:
+            rows = np.repeat(np.lexsort((users, programs)), elements.shape[1]).reshape(elements.shape)
+            flat, users, programs = elements[rows[:, 0]].ravel(), users[rows].ravel(), programs[rows].ravel()
+            _, first = np.unique(flat * (programs.max() + 1) + programs, return_index=True)
+            np.minimum.at(self._readers[0], flat[first], users[first])
+            np.maximum.at(self._readers[1], flat[first], users[first])
+        self._reads.clear()
+
+    def begin_writes(self) -> None:
+        """Keep from now on who wrote an element, and who read it: its readers with the lowest and the highest number."""
+        if self.writer is None:
+            self.writer, self.written_at = np.zeros((2, len(self.elements)), np.int64)
+            self._readers = np.full(len(self.elements), np.iinfo(np.int64).max), np.full(len(self.elements), -1)
+            self._count_reads()
+
+    def earlier_users(self, elements: NDArray) -> Iterator[tuple[str, NDArray, NDArray, NDArray]]:
+        """What may have been done with elements: the word for it, where it was, by which threads, and when."""
+        writers = self.writer[elements]
+        yield "writes", writers > 0, writers - 1, self.written_at[elements]
+        lowest, highest = (readers[elements] for readers in self._readers)
+        for users in (lowest, highest):
+            yield "reads", highest >= 0, users // _TIMES, users % _TIMES
 
 
 class GlobalMemory:
@@ -90,20 +136,49 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
-        self.who: Callable[[int], str] = "thread {}".format
+        self.begin(1, 1)
 
-    def add(self, name: str, tensor: Tensor, written: NDArray | None = None) -> int:
+    def begin(
+        self, num_programs: int, num_threads: int, who: Callable[[int], str] = "thread {}".format, is_dependent: bool = False
+    ) -> None:
+        """Begin a launch of programs.
+
+        Args:
+            num_threads: of a program.
+            who: names a thread by its number in the launch.
+            is_dependent: earlier kernels of the step may still run, until a thread waits for them.
+        """
+        self.who, self.order = who, Order(num_programs, num_threads)
+        self._waits = np.full(num_programs * num_threads, is_dependent)
+
+    def add(self, name: str, tensor: Tensor, written: NDArray | None = None, earlier: NDArray | None = None) -> int:
         """Give a tensor an address, as aligned as its own.
 
         Args:
             written: for each element from its first to its last, whether it may be read. Stores set it. None: all may be.
+            earlier: for each byte of them, whether earlier kernels of the step wrote it. [elements, bytes] None: none did.
         """
         for region in self._regions:
             if region.tensor is tensor:
                 return region.base
         base = (len(self._regions) + 1 << _SLOT) + tensor.data_ptr() % 4096
-        self._regions.append(Region(name, tensor, base, written))
+        self._regions.append(Region(name, tensor, base, written, earlier))
         return base
+
+    def writes(self) -> Iterator[tuple[Tensor, NDArray]]:
+        """The tensors that the launch has written, and which elements from their first to their last."""
+        for region in self._regions:
+            if region.writer is not None:
+                yield region.tensor, region.writer > 0
+
+    def wait_for_earlier(self, threads: NDArray) -> None:
+        """Let these threads wait until all earlier kernels of the step have ended."""
+        self._waits[threads] = False
+
+    def end(self) -> None:
+        """End the launch. Each thread has waited, so that a later kernel that waits for this one waits for earlier ones too."""
+        if self._waits.any():
+            raise DependencyFault(f"{self.who(np.flatnonzero(self._waits)[0])} ends without griddepcontrol.wait")
 
     def _find(
         self, addresses: NDArray, size: int, threads: NDArray, by: Instruction
@@ -139,43 +214,97 @@ class GlobalMemory:
         """size bytes from each address. [addresses, size]"""
         out = np.empty((len(addresses), size), np.uint8)
         for region, chosen, elements in self._find(addresses, size, threads, by):
-            if region.written is not None and not region.written[elements].all():
-                row, column = np.argwhere(~region.written[elements])[0]
-                raise UnwrittenFault(
-                    f"{self.who(threads[chosen[row]])}: element {elements[row, column]} of {region.name} was never written. "
-                    f"It is read in {by}"
-                )
-            if region.writer is not None:
-                writers = region.writer[elements]
-                others = (writers > 0) & (writers != threads[chosen][:, None] + 1)
-                if others.any():
-                    row, column = np.argwhere(others)[0]
-                    raise RaceFault(
-                        f"{self.who(threads[chosen[row]])} reads element {elements[row, column]} of {region.name}, which "
-                        f"{self.who(writers[row, column] - 1)} wrote in the same launch, in {by}"
+            users = threads[chosen]
+            self._require_written(region, elements, users, by)
+            if region.earlier is not None:
+                early = self._waits[users][:, None] & region.earlier[elements].any(-1)
+                if early.any():
+                    row, column = np.argwhere(early)[0]
+                    raise DependencyFault(
+                        f"{self.who(users[row])} reads element {elements[row, column]} of {region.name}, which an earlier "
+                        f"kernel of the step writes, before griddepcontrol.wait in {by}"
                     )
+            if region.writer is not None:
+                self._require_order(region, elements, users, "reads", by)
+            region.note_reads(elements, users, self.order.times(users), users // self.order.num_threads)
             out[chosen] = region.elements[elements].view(np.uint8)
         return out
 
-    def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
-        """Write values, bytes [addresses, size]. No element may be written by two threads of a launch."""
-        for region, chosen, elements in self._find(addresses, values.shape[1], threads, by):
-            if region.writer is None:
-                region.writer = np.zeros(len(region.elements), np.int64)
-            own = threads[chosen][:, None] + 1
-            earlier = region.writer[elements]
-            region.writer[elements] = np.where(earlier == 0, own, earlier)
-            writers = region.writer[elements]
-            others = writers != own
-            if others.any():
-                row, column = np.argwhere(others)[0]
+    def _require_written(self, region: Region, elements: NDArray, threads: NDArray, by: Instruction) -> None:
+        if region.written is not None and not region.written[elements].all():
+            row, column = np.argwhere(~region.written[elements])[0]
+            raise UnwrittenFault(
+                f"{self.who(threads[row])}: element {elements[row, column]} of {region.name} was never written. "
+                f"It is read in {by}"
+            )
+
+    def _require_order(self, region: Region, elements: NDArray, threads: NDArray, does: str, by: Instruction) -> None:
+        """What other threads did with these elements in this launch must happen before, unless all only read."""
+        own = np.broadcast_to(threads[:, None], elements.shape)
+        for did, there, others, times in region.earlier_users(elements):
+            rows, columns = np.nonzero(there & (others != own))
+            if not len(rows) or did == does == "reads":
+                continue
+            others = others[rows, columns]
+            ordered = self.order.are_ordered(others, times[rows, columns], own[rows, columns])
+            if not ordered.all():
+                first = np.flatnonzero(~ordered)[0]
                 raise RaceFault(
-                    f"{self.who(writers[row, column] - 1)} and {self.who(threads[chosen[row]])} write element "
-                    f"{elements[row, column]} of {region.name} in one launch, in {by}"
+                    f"{self.who(others[first])} {did} element {elements[rows[first], columns[first]]} of {region.name}, and "
+                    f"{self.who(threads[rows[first]])} {does} it in the same launch, with nothing that orders them, in {by}"
                 )
+
+    def _begin_store(self, threads: NDArray, by: Instruction) -> None:
+        if self._waits[threads].any():
+            first = threads[self._waits[threads]][0]
+            raise DependencyFault(f"{self.who(first)} writes before griddepcontrol.wait in {by}")
+
+    def store(self, addresses: NDArray, values: NDArray, threads: NDArray, by: Instruction) -> None:
+        """Write values, bytes [addresses, size]. No element may be written by two threads that nothing orders."""
+        self._begin_store(threads, by)
+        for region, chosen, elements in self._find(addresses, values.shape[1], threads, by):
+            users = threads[chosen]
+            region.begin_writes()
+            self._require_order(region, elements, users, "writes", by)
+            region.writer[elements] = users[:, None] + 1
+            region.written_at[elements] = self.order.times(users)[:, None]
+            self._require_order(region, elements, users, "writes", by)  # two threads of this instruction
+            for element in region.atomics.intersection(elements.flat):
+                region.atomics.discard(element)
+                self.order.overwrite((region.base, element))
             region.elements[elements] = values[chosen].view(region.elements.dtype)
             if region.written is not None:
                 region.written[elements] = True
+
+    def update(
+        self, addresses: NDArray, size: int, threads: NDArray, by: Instruction, compute: Callable[[int, NDArray], NDArray],
+        *, releases: bool, acquires: bool,
+    ) -> NDArray:  # fmt: skip
+        """Execute an atomic instruction, a thread after the other.
+
+        Args:
+            compute: from a position and the bytes of the element, its new bytes.
+            releases: what happened before the instruction happens before those that acquire.
+            acquires: what was released at the element happens before what follows.
+
+        Returns:
+            The bytes of each element as they were. [addresses, size]
+        """
+        self._begin_store(threads, by)
+        out = np.empty((len(addresses), size), np.uint8)
+        for region, chosen, elements in self._find(addresses, size, threads, by):
+            self._require_written(region, elements, threads[chosen], by)
+            region.begin_writes()
+            for position, at in zip(chosen, elements[:, :1], strict=True):
+                element, thread = int(at[0]), threads[position : position + 1]
+                if element not in region.atomics:
+                    self._require_order(region, at[None], thread, "writes", by)
+                    region.atomics.add(element)
+                out[position] = region.elements[at].view(np.uint8)
+                region.elements[at] = compute(position, out[position]).view(region.elements.dtype)
+                region.writer[element], region.written_at[element] = thread[0] + 1, self.order.times(thread)[0]
+                self.order.synchronize(int(thread[0]), (region.base, element), releases=releases, acquires=acquires)
+        return out
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ class Table:
         row["barriers"] += name.startswith("bar.")
         if name.startswith(("ld.global", "st.global", "cp.async.c")) and "commit" not in name:
             row["global"] += 1
-        if name.startswith(("ld.shared", "st.shared", "ldmatrix", "cp.async.ca", "cp.async.cg")):
+        if name.startswith(("ld.shared", "st.shared", "ldmatrix", "stmatrix", "cp.async.ca", "cp.async.cg")):
             addresses, size = shared_access(machine, instruction)
             needed, taken = wavefronts(addresses[: len(threads)], size)
             row["shared"] += needed
@@ -77,12 +77,12 @@ class Table:
 def shared_access(machine: Machine, instruction: Instruction) -> tuple[NDArray, int]:
     """The addresses in shared memory that the threads of a machine name in an instruction, and the bytes of each."""
     family, *types = instruction.name.split(".")
-    address, other = instruction.operands[:2] if family in ("st", "cp") else instruction.operands[1::-1]
-    if family == "ldmatrix":
+    address, other = instruction.operands[:2] if family in ("st", "cp", "stmatrix") else instruction.operands[1::-1]
+    if family.endswith("matrix"):
         size = 16
     elif family == "cp":
         size = int(instruction.operands[2], 0)
     else:
         size = int(types[-1].lstrip("bufs")) // 8 * (other.count(",") + 1)
     addresses = machine.address(address)()
-    return addresses[: 8 * int(types[3][1:])] if family == "ldmatrix" else addresses, size
+    return addresses[: 8 * int(types[3][1:])] if family.endswith("matrix") else addresses, size

@@ -1,4 +1,4 @@
-"""What Triton compiled for sm_80 of every kernel, executed on data: values, races and addresses. faults.py's are found.
+"""What Triton compiled of every kernel for sm_80 and sm_90, executed on data: values, races, addresses. Faults are found.
 
 The emulator runs in a process of its own, because tests run where Triton's interpreter is on.
 """
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from tests.emulated_gpu.faults import FAULTS, InSource
 
 DTYPES = ["bfloat16", "float16", "float32"]
-NUM_LAUNCHES = {"attention": 4, "linear": 3, "rotate": 4, "draw": 2, "choose": 6}  # of a case. Others have one
+NUM_LAUNCHES = {"attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 2, "choose": 6}  # of a case. Others have one
 
 
 def output_of(*arguments):
@@ -29,17 +29,16 @@ def output_of(*arguments):
     return done.stdout.splitlines()
 
 
-def check(*cases, faults=(), rest=()):
+def check(*cases, archs=(80,), faults=(), rest=()):
     """Emulate cases and faults, and return what `rest` makes the command print after them."""
-    lines = output_of("--case", *cases, *(["--fault", *faults] if faults else []), *rest)
+    lines = output_of("--arch", *map(str, archs), "--case", *cases, *(["--fault", *faults] if faults else []), *rest)
     results = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [result.get("case") or result["fault"] for result in results] == [*cases, *faults]
-    for result in results[: len(cases)]:
+    num_cases = len(cases) * len(archs)
+    assert [result.get("case") or result["fault"] for result in results] == [*cases * len(archs), *faults]
+    for result in results[:num_cases]:
         assert result["share_of_tolerance"] <= 1, result
         assert result["num_launches"] == NUM_LAUNCHES.get(result["case"].split()[0], 1)
-    assert {result["fault"]: result["found"] for result in results[len(cases) :]} == {
-        name: FAULTS[name].found for name in faults
-    }
+    assert {result["fault"]: result["found"] for result in results[num_cases:]} == {name: FAULTS[name].found for name in faults}
     return lines[len(results) :]
 
 
@@ -50,31 +49,46 @@ QUICK_FAULTS = [
 ]  # fmt: skip
 
 
+BOTH = (
+    "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16", "linear bfloat16 gated",
+    "decode bfloat16 64 window and sinks", "choose ties bfloat16",
+)  # fmt: skip
+
+
 @pytest.mark.slow
 def test_every_kernel_computes_its_definition_without_a_race_and_injected_faults_are_found():
-    cases = (
-        "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16",
-        "attention bfloat16 64 window and sinks", "linear bfloat16 gated", "draw ties", "choose ties bfloat16",
-    )  # fmt: skip
+    cases = (*BOTH, "attention bfloat16 64 window and sinks", "draw ties")
     table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
 
 
-ATTENTION = [f"attention {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks")]
+@pytest.mark.slow
+def test_the_kernels_of_a_decode_step_compute_their_definition_as_compiled_for_sm_90():
+    check(*BOTH, archs=(90,))
+
+
+ATTENTION = [f"{{}} {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks")]
 LINEAR = ("plain", "bias", "residual", "gated", "gated with bias")
 LONG = {  # what -> cases
     "small kernels": [f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy")],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
     "offsets beyond 32 bits": ["far rotate bfloat16"],
-    **{f"attention of {head_dim}": [case.format(head_dim) for case in ATTENTION] for head_dim in (64, 128, 256)},
+    **{f"decodes of {head_dim}": [case.format("decode", head_dim) for case in ATTENTION] for head_dim in (64, 128, 256)},
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cases", LONG.values(), ids=LONG)
 def test_every_dtype_option_and_size(cases):
-    check(*cases)
+    check(*cases, archs=(80, 90))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_and_decodes_in_a_step(head_dim):
+    """On sm_90 four warps multiply a prompt's tiles together, which is not emulated."""
+    check(*(case.format("attention", head_dim) for case in ATTENTION))
 
 
 @pytest.mark.long

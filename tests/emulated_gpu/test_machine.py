@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tests.emulated_gpu import machine
-from tests.emulated_gpu.memory import DivergenceFault, GlobalMemory, InFlightFault, OutsideFault, RaceFault, UnwrittenFault
+from tests.emulated_gpu.memory import (
+    DependencyFault,
+    DivergenceFault,
+    GlobalMemory,
+    InFlightFault,
+    OutsideFault,
+    RaceFault,
+    UnwrittenFault,
+)
 from tests.emulated_gpu.ptx import parse
 from tests.emulated_gpu.table import Table, wavefronts
 
@@ -41,7 +49,7 @@ KERNEL = """
 SHARED = 1024
 
 
-def emulate(body, *, num_threads=64, source=None, written=None, grid=(1,), observe=None):
+def emulate(body, *, num_threads=64, source=None, written=None, earlier=None, grid=(1,), observe=None, is_dependent=False):
     """Execute a body, a statement a line, on lines 10, 11, ... of the kernel's source. Returns the output."""
     statements = [line.strip() for line in body.strip().splitlines()]
     lines = [line if line.endswith(":") else f"\t.loc 1 {number} 0\n\t{line}" for number, line in enumerate(statements, 10)]
@@ -49,8 +57,8 @@ def emulate(body, *, num_threads=64, source=None, written=None, grid=(1,), obser
     source = torch.arange(100, 100 + num_threads, dtype=torch.int32) if source is None else source
     out = torch.zeros(num_threads, dtype=torch.int32)
     memory = GlobalMemory()
-    arguments = [memory.add("source", source, written), memory.add("out", out)]
-    machine.emulate(kernel, grid, arguments, memory, SHARED, observe)
+    arguments = [memory.add("source", source, written, earlier), memory.add("out", out)]
+    machine.emulate(kernel, grid, arguments, memory, SHARED, observe, is_dependent)
     return out
 
 
@@ -149,7 +157,7 @@ WRONG = {  # what is wrong -> a body, the fault, and parts of its text
     ),
     "a read of what another thread wrote in the launch": (
         OTHERS_WRITE, RaceFault,
-        ("thread 1 of program (0, 0, 0) reads element 0 of out", "wrote in the same launch", "kernel.py:12"),
+        ("thread 0 of program (0, 0, 0) writes element 0 of out", "thread 1 of", "reads it in the same launch", "kernel.py:12"),
     ),
     "a barrier without some": (ELSEWHERE.format("bar.sync 0;"), DivergenceFault, ("kernel.py:12",)),
     "an exchange without some": (
@@ -166,6 +174,110 @@ WRONG = {  # what is wrong -> a body, the fault, and parts of its text
 def test_what_a_gpu_would_not_report_is_a_fault(body, fault, parts):
     with raises(fault, *parts):
         emulate(body)
+
+
+# Four programs store 100 * program + tid. The last to arrive stores the sum over programs, and resets the counter.
+LAST = """
+    ld.param.b64 %rd7, [kernel_param_0];
+    mov.u32 %r10, %ctaid.x;
+    mad.lo.s32 %r11, %r10, 100, %r1;
+    mul.wide.u32 %rd3, %r10, 256;
+    add.s64 %rd3, %rd3, %rd1;
+    setp.eq.b32 %p1, %r1, 0;
+    mov.b32 %r12, 1;
+    st.global.b32 [%rd3], %r11;
+    bar.sync 0;
+    @%p1 atom.global.gpu.acq_rel.add.u32 %r13, [%rd7+1024], %r12;
+    @%p1 st.shared.b32 [%r4], %r13;
+    bar.sync 0;
+    ld.shared.b32 %r14, [%r4];
+    setp.ne.b32 %p2, %r14, 3;
+    @%p2 bra $L__BB0_1;
+    ld.global.b32 %r15, [%rd1];
+    ld.global.b32 %r16, [%rd1+256];
+    ld.global.b32 %r17, [%rd1+512];
+    ld.global.b32 %r18, [%rd1+768];
+    add.s32 %r15, %r15, %r16;
+    add.s32 %r15, %r15, %r17;
+    add.s32 %r15, %r15, %r18;
+    st.global.b32 [%rd2], %r15;
+    mov.b32 %r19, 0;
+    @%p1 st.global.b32 [%rd7+1024], %r19;
+    $L__BB0_1:
+"""
+UNORDERED = {  # what is wrong with the last arrival -> texts and what replaces them
+    "nothing is released": (("acq_rel", "acquire"),),
+    "nothing is acquired": (("acq_rel", "release"),),
+    "neither": (("acq_rel", "relaxed"),),
+    "the scope of a program": ((".gpu.", ".cta."),),
+    "threads that may not have stored when the first one releases": (("%r11;\n    bar.sync 0;", "%r11;"),),
+    "other threads than the one that acquires": (
+        ("setp.ne.b32 %p2, %r14, 3;", "setp.ne.b32 %p2, %r10, 3;"), ("    bar.sync 0;\n    ld.shared.b32 %r14, [%r4];\n", ""),
+    ),
+    "a read before the arrival": (("    setp.eq.b32 %p1", "    ld.global.b32 %r20, [%rd1+768];\n    setp.eq.b32 %p1"),),
+    "a store after the arrival": (("    ld.shared.b32 %r14", "    st.global.b32 [%rd3], %r10;\n    ld.shared.b32 %r14"),),
+    "a reset by the first program": (("setp.ne.b32 %p2, %r14, 3;", "setp.ne.b32 %p2, %r14, 0;"),),
+}  # fmt: skip
+
+
+def sum_by_the_last(*replaced):
+    body, source = LAST, torch.zeros(4 * 64 + 1, dtype=torch.int32)
+    for old, new in replaced:
+        assert old in body
+        body = body.replace(old, new)
+    return emulate(body, source=source, grid=(4,)).tolist(), int(source[-1])
+
+
+def test_the_last_program_reads_what_the_others_have_released_and_the_counter_serves_again():
+    assert sum_by_the_last() == ([600 + 4 * i for i in range(64)], 0)
+    assert (
+        sum_by_the_last(("st.global.b32 [%rd7+1024], %r19", "atom.global.gpu.relaxed.exch.b32 %r20, [%rd7+1024], %r19"))[1] == 0
+    )
+    assert sum_by_the_last((".gpu.", ".sys."))[1] == 0
+
+
+@pytest.mark.parametrize("replaced", UNORDERED.values(), ids=UNORDERED)
+def test_what_no_release_orders_is_a_race_of_programs(replaced):
+    with raises(RaceFault, "of source", "nothing that orders them"):
+        sum_by_the_last(*replaced)
+
+
+WAIT, READ, WRITE = "griddepcontrol.wait;\n", "ld.global.b32 %r5, [%rd1];\n", "st.global.b32 [%rd2], %r1;\n"
+LOOK_AHEAD = "setp.ge.u32 %p1, %r1, 32;\n@%p1 " + READ + "griddepcontrol.launch_dependents;\n" + WAIT + READ + WRITE
+EARLY = {  # what a program does that may run while earlier kernels do -> a body, and parts of the fault's text
+    "it reads what they write": (READ + WAIT, ("thread 0 of", "element 0 of source", "earlier kernel", "kernel.py:10")),
+    "it has only said that later ones may start": (
+        "griddepcontrol.launch_dependents;\n" + READ + WAIT, ("thread 0 of", "element 0 of source", "kernel.py:11"),
+    ),
+    "it copies what they write": (COPY + WAIT, ("thread 0 of", "element 0 of source", "cp.async", "kernel.py:10")),
+    "it writes": (WRITE + WAIT, ("thread 0 of", "writes before griddepcontrol.wait", "kernel.py:10")),
+    "it counts": ("atom.global.gpu.acq_rel.add.u32 %r5, [%rd2], %r1;\n" + WAIT, ("writes before", "kernel.py:10")),
+    "it does not wait": ("griddepcontrol.launch_dependents;\n", ("thread 0 of program (0, 0, 0)", "ends without")),
+    "some of its threads do not wait": ("setp.lt.u32 %p1, %r1, 40;\n@%p1 " + WAIT, ("thread 40 of", "ends without")),
+}  # fmt: skip
+
+
+def test_a_program_that_has_waited_reads_what_earlier_kernels_wrote():
+    """They wrote the first 32 elements. The others may be read before."""
+    earlier = np.zeros((64, 4), bool)
+    earlier[:32, 0] = True
+    assert emulate(LOOK_AHEAD, earlier=earlier, is_dependent=True).tolist() == [*range(64)]
+    emulate(READ + WRITE, earlier=earlier)  # not dependent: it starts when they have ended
+
+
+@pytest.mark.parametrize(("body", "parts"), EARLY.values(), ids=EARLY)
+def test_a_program_that_does_something_too_early_is_a_fault(body, parts):
+    with raises(DependencyFault, *parts):
+        emulate(body, earlier=np.ones((64, 4), bool), is_dependent=True)
+
+
+def test_what_another_program_writes_later_must_not_be_read_before_it():
+    body = "mov.u32 %r10, %ctaid.x;\nsetp.eq.b32 %p1, %r10, 1;\nld.global.b32 %r5, [%rd1];\n{}st.global.b32 [%rd1], %r5;"
+    with raises(
+        RaceFault, "thread 0 of program (0, 0, 0) reads element 0 of source", "program (1, 0, 0) writes", "kernel.py:13"
+    ):
+        emulate(body.format("@%p1 "), grid=(2,))
+    emulate(body.format(""))  # each thread reads its own element
 
 
 def test_what_lies_between_the_rows_of_a_view_is_outside_it():
@@ -185,7 +297,7 @@ def test_an_element_may_be_read_after_it_was_written():
 
 def test_tensors_are_written_by_one_thread_of_a_launch_and_have_one_address_also_as_input_and_output():
     with raises(
-        RaceFault, "thread 0 of program (1, 0, 0)", "thread 0 of program (0, 0, 0)", "element 0 of out", "kernel.py:10"
+        RaceFault, "thread 0 of program (1, 0, 0)", "element 0 of out", "thread 0 of program (0, 0, 0)", "kernel.py:10"
     ):
         emulate("st.global.b32 [%rd2], %r1;", grid=(2,))
     memory, tensor = GlobalMemory(), torch.zeros(4)
@@ -227,6 +339,7 @@ def test_integers_wrap_and_widen_as_their_types_say():
         "mul.wide.s32 %rd4, %r5, 2;\nshr.s64 %rd5, %rd4, 32;\ncvt.u32.u64 %r6, %rd5;": -1,
         "setp.gt.u32 %p1, %r5, 7;\nselp.b32 %r6, 1, 0, %p1;": 1, "neg.s32 %r6, %r5;": 3,
         "redux.sync.add.s32 %r6, %r5, -1;": -96 + 31 * 16, "mul.lo.s32 %r6, %r5, 0x40000000;": 0x40000000,
+        "mul.hi.u32 %r6, %r5, 3;": 2, "mul.hi.s32 %r6, %r5, 3;": -1, "add.s16x2 %r6, %r5, 0x10004;": 1,
         "prmt.b32 %r6, %r5, %r1, 0x5410U;": 0xFFFD, "prmt.b32 %r6, %r1, %r5, 0x0465;": 0x00FDFFFF,
     }  # fmt: skip
     for instructions, expected in cases.items():
@@ -254,6 +367,24 @@ MATRICES = """
     ldmatrix.sync.aligned.m8n8.x2{}.shared.b16 {{%r10, %r11}}, [%r9];
     st.global.b32 [%rd2], %r1{};
 """
+
+
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_stmatrix_puts_back_what_ldmatrix_gives(transposed):
+    body = (
+        MATRICES.format(transposed, 0).split("st.global")[0]
+        + f"""
+        add.s32 %r9, %r9, 512;
+        stmatrix.sync.aligned.m8n8.x2{transposed}.shared.b16 [%r9], {{%r10, %r11}};
+        bar.sync 0;
+        ld.shared.b32 %r12, [%r3+512];
+        st.global.b32 [%rd2], %r12;
+    """
+    )
+    source = torch.arange(64, dtype=torch.int32) * 65537 + 7
+    assert torch.equal(emulate(body, source=source), source)
+    once = body.replace(".trans", "", 1)
+    assert torch.equal(emulate(once, source=source), source) == (not transposed)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -467,7 +467,7 @@ FAULTS = {
     ),
     "a value read by a graph's function": ("fast.sampling.cuda_graphs.sample_on_gpu", reads_a_value, "while a graph"),
     "a pointer that changes": ("attention.kv_cache.KVCache.layer", moved_pages, "would now launch"),
-    "a number that changes": ("attention.triton.num_splits_for", another_number_of_splits, "would now launch"),
+    "a number that changes": ("fast.cuda.decode_kernels.num_splits_for", another_number_of_splits, "would now launch"),
 }  # fmt: skip
 QUICK = "a tensor of the CPU for a kernel", "a copy that waits", "a pointer that changes"
 

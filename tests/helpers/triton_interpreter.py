@@ -3,15 +3,20 @@
 exp has the bits of sampling/exponentials.py here, as the plain stages have on a CPU.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
+from nanoinfer.attention.triton import _store_kernel
 from nanoinfer.sampling.draw import BITS
 from nanoinfer.sampling.exponentials import by_torch, table
 
@@ -23,6 +28,20 @@ def patch_once(kernel: Any) -> Any:
     """As Triton's interpreter, which makes a language's functions its own at each call of a function: most of its time."""
     patch_lang(kernel)
     return SimpleNamespace(restore=lambda: None)
+
+
+@contextmanager
+def launched() -> Iterator[list[tuple[str, int]]]:
+    """List each launch: the kernel's name and its number of programs."""
+    kernel_class, launches = type(_store_kernel), []
+    run = kernel_class.run
+
+    def listed(kernel: Any, *given: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        launches.append((kernel.__name__, math.prod(grid)))
+        return run(kernel, *given, grid=grid, **options)
+
+    with mock.patch.object(kernel_class, "run", listed):
+        yield launches
 
 
 def exp(x):

@@ -153,7 +153,7 @@ def _log(level: int, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for everything that is kept for this machine."""
+    """Return the folder for everything that is kept for this machine. It begins with ~ if the user has no home folder."""
     given = os.environ.get("NANOINFER_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"))
 

@@ -15,12 +15,14 @@ from torch import Tensor, fx, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import paged_attention, rotate_and_store
-from nanoinfer.fast.cuda.fused_kernels import rms_norm, silu_and_mul
-from nanoinfer.fast.cuda.linear_kernel import few_rows_linear, supports
+from nanoinfer.fast.cuda import decode_kernels
+from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
+from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
+from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.features.hybrid.groups import GroupedAttend
-from nanoinfer.models.layers import Angles, Heads, RMSNorm, ZeroCentredRMSNorm
+from nanoinfer.models.layers import Angles, Heads, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm
 
 
 class KernelRMSNorm(nn.Module):
@@ -33,6 +35,17 @@ class KernelRMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
         norm = self.norm
         return rms_norm(x, norm.weight, norm.eps) if x.dtype is norm.weight.dtype else norm(x)
+
+
+class KernelAngles(nn.Module):
+    """RotaryEmbedding in one kernel."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, positions: Ids, dtype: torch.dtype) -> tuple[Angles, Angles]:
+        return angles(positions, self.rotary.inv_freq, self.rotary.attention_factor, dtype)
 
 
 class KernelRotation(nn.Module):
@@ -58,11 +71,11 @@ class KernelRotation(nn.Module):
 
 
 class RotatedAttention(nn.Module):
-    """Rotates queries and keys, and attends. Where Triton's kernels attend, one of them rotates and stores."""
+    """Rotates queries and keys, and attends. Where Triton's kernels attend, one of them rotates and stores, or does it all."""
 
     def __init__(self, rotation: KernelRotation, k_rotation: KernelRotation) -> None:
         super().__init__()
-        self.rotation, self.k_rotation = rotation, k_rotation
+        self.rotation, self.k_rotation, self.arrivals = rotation, k_rotation, Arrivals()
 
     def forward(
         self, attend: Attend, layer: int, q: Queries, k: Keys, v: Tensor, cos: Angles, sin: Angles, **options: Any
@@ -74,32 +87,29 @@ class RotatedAttention(nn.Module):
         is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
             rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
+            cache, metadata = step.args
+            if len(q) <= decode_kernels.MAX_ROWS and metadata.num_decodes == len(q):
+                return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
 
 
 class FewRowsLinear(nn.Module):
-    """Computes a linear layer."""
+    """Computes a linear layer. gated: silu(gate(x)) * up(x), where the layer holds both. norm: of x, before the product."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, gated: bool = False) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear, self.gated = linear, gated
+        self.norm: KernelRMSNorm | None = None
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        return few_rows_linear(x, self.linear.weight, self.linear.bias) if supports(x, self.linear) else self.linear(x)
-
-
-class GatedLinear(nn.Module):
-    """Computes silu(gate(x)) * up(x): one product for both layers, and one kernel. gate_up: both layers in one."""
-
-    def __init__(self, gate_up: nn.Linear) -> None:
-        super().__init__()
-        self.gate_up = gate_up
-
-    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        if supports(x, self.gate_up):
-            return few_rows_linear(x, self.gate_up.weight, self.gate_up.bias, gated=True)
-        return silu_and_mul(self.gate_up(x))
+        linear, norm = self.linear, None if self.norm is None else (self.norm.norm.weight, self.norm.norm.eps)
+        if decode_kernels.supports(x, linear, norm):
+            return decode_linear(x, linear.weight, linear.bias, norm=norm, gated=self.gated)
+        x = x if self.norm is None else self.norm(x)
+        if supports(x, linear):
+            return few_rows_linear(x, linear.weight, linear.bias, gated=self.gated)
+        return silu_and_mul(linear(x)) if self.gated else cast(Tensor, linear(x))
 
 
 class AddedLinear(nn.Module):
@@ -107,15 +117,21 @@ class AddedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
-        self.linear, self.in_place = linear, in_place
+        self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
-        if residual.shape != (len(x), self.linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
-            return residual + cast(Tensor, self.linear(x))
-        if supports(x, self.linear) and residual.is_contiguous():
-            return few_rows_linear(x, self.linear.weight, None, residual=residual, in_place=self.in_place)
-        add = torch.Tensor.addmm_ if self.in_place else torch.addmm
-        return add(residual, x, self.linear.weight.t())
+        linear, in_place = self.linear, self.in_place
+        if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
+            return residual + cast(Tensor, linear(x))
+        if residual.is_contiguous():
+            if decode_kernels.supports(x, linear):
+                return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
+            if supports(x, linear):
+                return few_rows_linear(
+                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
+                )  # fmt: skip
+        add = torch.Tensor.addmm_ if in_place else torch.addmm
+        return add(residual, x, linear.weight.t())
 
 
 # A linear layer -> the layers with which it was merged, and the layer that computes them.
@@ -136,6 +152,8 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             faster = KernelRotation(module)
         elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)
+        elif isinstance(module, RotaryEmbedding) and type(module).forward is RotaryEmbedding.forward and not has_hooks(module):
+            faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, merges)
         elif node.target == "__call__" and len(node.args) == 5:
@@ -143,7 +161,22 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
+    _move_norms_into_products(trace)
     return num_faster
+
+
+def _move_norms_into_products(trace: Trace) -> None:
+    """Let a product compute the norm before it, if nothing else reads the norm, and the norm's input stays until then."""
+    written: set[fx.Node] = set()  # the residuals that the products so far have overwritten
+    for node in list(trace.graph.nodes):
+        module, x = trace.module(node), node.args[0] if node.args else None
+        if isinstance(module, AddedLinear) and module.in_place:
+            written.add(node.kwargs["residual"])
+        if isinstance(module, FewRowsLinear) and isinstance(x, fx.Node) and len(x.users) == 1:
+            norm = trace.module(x)
+            if isinstance(norm, KernelRMSNorm) and x.args[0] not in written:
+                module.norm, node.args = norm, x.args
+                trace.graph.erase_node(x)
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
@@ -166,7 +199,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Mer
         if gate_up is not None:
             node.kwargs = {}
             trace.graph.erase_node(factor)
-            return GatedLinear(gate_up)
+            return FewRowsLinear(gate_up, gated=True)
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
         return AddedLinear(module.linears[0], in_place=_is_last_use(trace, residual, node))
     merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
@@ -205,5 +238,5 @@ def _may_view(trace: Trace, node: fx.Node) -> bool:
     """Whether an operation's result may share the memory of its input, which may then be read later."""
     if node.target is getattr:
         return node.args[1] not in ("dtype", "device", "shape")
-    computing = FusedLinear, FewRowsLinear, GatedLinear, AddedLinear, KernelRMSNorm, RMSNorm, nn.LayerNorm
+    computing = FusedLinear, FewRowsLinear, AddedLinear, KernelRMSNorm, RMSNorm, nn.LayerNorm
     return not isinstance(trace.module(node), computing)

@@ -1,4 +1,4 @@
-"""Triton kernels for norms and gates, each in place of up to ten of torch's. attention/triton.py rotates.
+"""Triton kernels for norms, gates and angles, each in place of up to ten of torch's. attention/triton.py rotates.
 
 In: the inputs of such an operation. Out: its result. compile.py replaces modules by calls of these functions.
 
@@ -9,7 +9,7 @@ every intermediate result. A program computes a row, or a part of a row, in fp32
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -37,6 +37,21 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
     tl.store(out + row * SIZE + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _angles_kernel(positions, inv_freq, cos, sin, factor, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Compute the cos and the sin of a token's angles, each twice, for both halves of a head."""
+    token = tl.program_id(0).to(tl.int64)
+    pairs = tl.arange(0, HALF_PADDED)
+    inside = pairs < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + pairs, mask=inside, other=0.0)
+    c = (tl.cos(angle) * factor).to(cos.dtype.element_ty)
+    s = (tl.sin(angle) * factor).to(sin.dtype.element_ty)
+    for half in tl.static_range(2):
+        where = (token * 2 + half) * HALF + pairs
+        tl.store(cos + where, c, mask=inside)
+        tl.store(sin + where, s, mask=inside)
+
+
 def rms_norm(x: Float[Tensor, "*rows size"], weight: Float[Tensor, " size"], eps: float) -> Float[Tensor, "*rows size"]:
     """Compute layers.RMSNorm in one kernel."""
     size = x.shape[-1]
@@ -52,3 +67,15 @@ def silu_and_mul(gate_up: Float[Tensor, "*rows two_sizes"]) -> Float[Tensor, "*r
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(out.numel() // size, triton.cdiv(size, tile))](gate_up, out, size, tile)
     return out
+
+
+def angles(
+    positions: Int[Tensor, " num_tokens"], inv_freq: Float[Tensor, " half_head_dim"], factor: float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "num_tokens 1 head_dim"], Float[Tensor, "num_tokens 1 head_dim"]]:
+    """Compute layers.RotaryEmbedding in one kernel: cos and sin of position * inv_freq, times the factor."""
+    half, positions = len(inv_freq), positions.contiguous()
+    cos, sin = (torch.empty(len(positions), 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    _angles_kernel[(len(positions),)](
+        positions, inv_freq, cos, sin, factor, half, triton.next_power_of_2(half), num_warps=1
+    )  # fmt: skip
+    return cos, sin

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -79,12 +80,14 @@ def test_no_library_is_loaded_from_a_folder_that_others_can_write(source, tmp_pa
     assert "because they cannot be kept: NANOINFER_CACHE/kernels must be a folder that only you can read and write" in warning
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "no inode"])
+@pytest.mark.parametrize("obstacle", ["a file", "no inode", "no home"])
 def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(
-    source, tmp_path, caplog, monkeypatch, obstacle
+    source, tmp_path, caplog, monkeypatch, request, obstacle
 ):
     if obstacle == "a file":
         (tmp_path / "my cache").write_text("")
+    elif obstacle == "no home":
+        request.getfixturevalue("no_home")
     else:
         mkdtemp = tempfile.mkdtemp
 
@@ -98,6 +101,7 @@ def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_s
     assert native.load(source, "NUMBER=3").add(1) == 4
     [warning] = caplog.messages
     assert warning.startswith("every process compiles its kernels, because they cannot be kept: ")
+    assert not Path("~").exists()
 
 
 def test_without_a_temporary_folder_a_kernel_cannot_be_compiled(source, monkeypatch):

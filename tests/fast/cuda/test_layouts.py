@@ -16,7 +16,7 @@ from nanoinfer.attention import triton
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import draw_kernel
-from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, GatedLinear, KernelRMSNorm, KernelRotation, RotatedAttention
+from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, KernelRMSNorm, KernelRotation, RotatedAttention
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS, few_rows_linear, supports
@@ -109,7 +109,7 @@ def merged_by_kernel(x, weight, bias):
 
 
 def gated_by_kernel(x, weight, bias):
-    return GatedLinear(linear_of(weight, bias))(x)
+    return FewRowsLinear(linear_of(weight, bias), gated=True)(x)
 
 
 def added_by_kernel(x, weight, residual):

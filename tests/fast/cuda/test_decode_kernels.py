@@ -1,0 +1,173 @@
+"""A layer of a step with few rows takes five kernels, which give what the kernels of larger steps give."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.attention.triton import TritonBackend, paged_attention
+from nanoinfer.fast.cuda import decode_kernels
+from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, decode_attention, decode_linear
+from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear
+from nanoinfer.loading import loader
+from nanoinfer.loading.checkpoint import Checkpoint
+from tests.helpers import tiny_models
+from tests.helpers.paged_cases import metadata_for, replaced
+from tests.helpers.triton_interpreter import launched
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 90, 4, 2, 24
+# the tokens in the cache of each row. Equal blocks: drafts of one sequence. There are up to three tiles and two splits
+LENGTHS = {"one row": [140], "rows": [0, 3, 139, 64], "drafts": [70, 71, 72, 5]}
+
+
+def cache_of(num_layers, num_kv_heads, head_dim):
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return KVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=DEVICE, **sizes)
+
+
+def attention_inputs(lengths, generator):
+    """The metadata of decodes, and q, k, v, angles and norms. Values of the last row are not finite in one head."""
+    metadata = metadata_for([(num, 1) for num in lengths], BLOCK_SIZE, NUM_BLOCKS, generator, DEVICE)
+    metadata = replaced(metadata, block_tables=metadata.block_tables.int())
+    if lengths == LENGTHS["drafts"]:
+        tables = metadata.block_tables
+        tables[:2] = tables[2]
+        slots = [int(tables[2, num // BLOCK_SIZE]) * BLOCK_SIZE + num % BLOCK_SIZE for num in lengths[:3]]
+        metadata.slot_mapping[:3] = torch.tensor(slots)
+    numbers = torch.randn(len(lengths), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, generator=generator).to(DEVICE)
+    numbers[-1, -1, 3] = float("inf")
+    angles = torch.randn(2, len(lengths), 1, HEAD_DIM, generator=generator).to(DEVICE)
+    norms = torch.randn(2, HEAD_DIM, generator=generator).to(DEVICE)
+    return metadata, numbers.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1), (*angles, norms[0], 1e-6, norms[1], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", LENGTHS)
+@pytest.mark.parametrize("options", [{}, {"window": 69}, {"window": 2, "sinks": torch.linspace(-1, 2, NUM_HEADS).to(DEVICE)}])
+def test_one_kernel_rotates_stores_and_attends_as_four(rows, options):
+    """The rows of a draft attend to those before it, whose keys the same launch stores. The counters end at 0."""
+    lengths, arrivals, found = LENGTHS[rows], Arrivals(), []
+    for is_fused in (True, True, False):
+        metadata, (q, k, v), rotation = attention_inputs(lengths, torch.Generator().manual_seed(0))
+        cache = KVCache(
+            num_layers=1,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            device=DEVICE,
+        )
+        for pages in cache.pages:
+            pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(1)))
+        if is_fused:
+            out = decode_attention(cache, metadata, 0, q, k, v, rotation, arrivals, **options)
+            assert not arrivals.counters(MAX_ROWS * NUM_KV_HEADS, out.device).any()
+        else:
+            out = paged_attention(cache, metadata, 0, q, k, v, rotation=rotation, **options)
+        found.append([out, *cache.pages])
+    for fused in found[:2]:
+        torch.testing.assert_close(fused, found[2], rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert found[2][0].isnan().any(-1).sum() == NUM_HEADS // NUM_KV_HEADS  # the comparison sees the value that is not finite
+
+
+E = 2**-24  # the unit roundoff of fp32
+OPTIONS = ["plain", "bias", "norm", "residual", "norm, bias and gate"]
+
+
+def linear_inputs(option, num_rows, num_in, num_out):
+    """The arguments of decode_linear, with x as a part of wider rows."""
+    generator = torch.Generator().manual_seed(0)
+    num_weights = num_out * (1 + ("gate" in option))
+    shapes = (num_rows, num_in + 3), (num_weights, num_in), (num_weights,), (num_in,), (num_rows, num_out)
+    x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
+    further = {"norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None}
+    return x[:, :num_in], weight, bias if "bias" in option else None, further | {"gated": "gate" in option}
+
+
+def definition_and_tolerance(x, weight, bias, *, norm, residual, gated):
+    """In float64. A sum of n terms is off by (n + 32) e of their magnitudes: n roundings, and those of a norm."""
+    x, tolerance = x.double(), 0.0
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + norm[1]).sqrt() * norm[0].double()
+    out, terms = x @ weight.double().T, x.abs() @ weight.double().abs().T
+    for added in (bias, residual):
+        if added is not None:
+            out, terms = out + added.double(), terms + added.double().abs()
+    tolerance = terms * (x.shape[1] + 32) * E
+    if gated:
+        (gate, up), (of_gate, of_up) = out.chunk(2, -1), tolerance.chunk(2, -1)
+        silu = gate * torch.sigmoid(gate)
+        out = silu * up
+        tolerance = 1.1 * up.abs() * of_gate + silu.abs() * of_up + (16 + gate.abs()) * E * out.abs()  # silu' is below 1.1
+    return out, tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("num_in", [80, 5000])  # one tile, and three
+def test_a_linear_layer_with_all_around_it_is_the_definition_and_a_row_has_the_same_bits_in_any_number_of_rows(option, num_in):
+    x, weight, bias, options = linear_inputs(option, MAX_ROWS, num_in, 9)
+    out = decode_linear(x, weight, bias, **options)
+    expected, tolerance = definition_and_tolerance(x, weight, bias, **options)
+    assert (out.double() - expected).abs().le(tolerance).all()
+    assert not (out.double().roll(1, 1) - expected).abs().le(tolerance).all()
+    for row in range(MAX_ROWS):
+        alone = options | {"residual": None if options["residual"] is None else options["residual"][row : row + 1]}
+        assert torch.equal(decode_linear(x[row : row + 1], weight, bias, **alone), out[row : row + 1])
+
+
+@pytest.mark.slow
+def test_a_layer_with_few_columns_is_split_by_its_inputs_and_a_row_keeps_its_bits():
+    x, weight, residual = (torch.randn(shape).to(DEVICE, torch.bfloat16) for shape in ((16, 1100), (40, 1100), (16, 40)))
+    arrivals = Arrivals()
+    with launched() as launches:
+        out = few_rows_linear(x, weight, None, residual=residual, arrivals=arrivals)
+        alone = few_rows_linear(x[5:10], weight, None, residual=residual[5:10], arrivals=arrivals)
+    assert launches == [("_linear_kernel", 3 * 2)] * 2
+    assert torch.equal(alone, out[5:10])
+    expected = x.double() @ weight.double().T + residual.double()
+    plain = few_rows_linear(x, weight, None, residual=residual)
+    assert (out.double() - expected).abs().max() <= 2 * (plain.double() - expected).abs().max()
+
+
+def test_layers_of_other_dtypes_layouts_and_more_rows_are_not_supported():
+    linear = torch.nn.Linear(4, 6).requires_grad_(False)
+    x = torch.empty(MAX_ROWS, 4)
+    assert decode_kernels.supports(x, linear)
+    assert decode_kernels.supports(x, linear, (torch.empty(4), 1e-6))
+    assert not decode_kernels.supports(x, linear, (torch.empty(4).half(), 1e-6))
+    assert not decode_kernels.supports(x, linear, (torch.empty(8)[::2], 1e-6))
+    assert not decode_kernels.supports(torch.empty(MAX_ROWS + 1, 4), linear)
+    assert not decode_kernels.supports(x.half(), linear)
+    assert not decode_kernels.supports(torch.empty(4, MAX_ROWS).t(), linear)
+    linear.weight = torch.nn.Parameter(torch.empty(4, 6).t(), requires_grad=False)
+    assert not decode_kernels.supports(x, linear)
+
+
+def decode_step(model, cache, lengths):
+    """The hidden rows of a step of decodes."""
+    metadata = metadata_for([(num, 1) for num in lengths], BLOCK_SIZE, NUM_BLOCKS, torch.Generator().manual_seed(0), DEVICE)
+    ids, positions = torch.arange(5, 5 + len(lengths)).to(DEVICE), torch.tensor(lengths).to(DEVICE)
+    return model(ids, positions, TritonBackend().begin_step(cache, metadata))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_layer_of_few_rows_has_five_launches(family, tmp_path, monkeypatch):
+    """And one more for each norm, rotation or merge in a larger step, whose numbers are the same."""
+    path = tiny_models.save(family, tmp_path)
+    model = loader.load_model(Checkpoint.open(str(path)), "float32", DEVICE)
+    compiled, config, found = compile_model(model).model, model.config, []
+    for max_rows in (MAX_ROWS, 0):
+        monkeypatch.setattr(decode_kernels, "MAX_ROWS", max_rows)
+        cache = cache_of(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        with launched() as launches, torch.inference_mode():
+            found.append([decode_step(compiled, cache, [6, 0, 33]), *cache.pages])
+        names = [name for name, _ in launches]
+        product, attention = "_decode_linear_kernel", "_decode_attention_kernel"
+        layer = [product, attention, product, product, product] if max_rows else names[1:7]
+        assert names == ["_angles_kernel", *layer * config.num_hidden_layers, "_rms_norm_kernel"]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
