@@ -141,11 +141,11 @@ class Scheduler:
 
         The forward pass may still be in flight, because later launches run after it.
         """
-        manager, block_size, caching = self.block_manager, self.block_manager.block_size, self.block_manager.enable_prefix_caching
+        manager, block_size = self.block_manager, self.block_manager.block_size
         for item in plan.scheduled:
             seq = item.sequence
             num_computed = seq.num_computed_tokens = seq.num_computed_tokens + item.num_new_tokens
-            fills_block = caching and num_computed // block_size > len(seq.prefix_keys)
+            fills_block = manager.enable_prefix_caching and num_computed // block_size > len(seq.prefix_keys)
             if (fills_block and len(seq.token_ids) // block_size > len(seq.prefix_keys)) or manager.acts_each_step:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # a sampled token has no id yet
             if seq.forks and seq.num_new_tokens == 0:

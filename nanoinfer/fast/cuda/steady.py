@@ -1,19 +1,19 @@
 """The steady batch: while the same sequences decode, their state stays on the device, and a step is the replay of one graph.
 
-In: the plans of steps. Out: the tokens that an engine without it gives. Most steps compute the next token of the sequences of the
-step before. Then the plan is the same, and all that the device needs to know is which blocks have begun:
+In: the plans of steps. Out: the tokens that an engine without it gives. Most steps compute the next token of the same sequences
+as the step before. Then the plan is the same, and the device only needs to know which blocks have begun:
 
-    host      Continued: the plan again, and a block for each sequence whose last block is full
+    host      Continued: the same rows again, and a block for each sequence whose last block is full
     device    SteadyBatch: forward, LM head, draw, and the advance, which makes each row's token its next input
 
-                  ids        13   7  42        newest token of each row      = the token drawn
-                  positions   5  11   4        its position                  + 1
-                  lengths     6  12   5        the tokens in the cache       + 1
-                  slots      21  83  16        where its keys are stored     + 1, or the first slot of a new block
-                  seeds, steps, tables, the parameters of the draw           as before
+                  ids        13   7  42      the newest token of each row             = the token that was drawn
+                  positions   5  11   4      its position                             + 1
+                  lengths     6  12   5      the tokens in the cache with it          + 1
+                  slots      21  83  16      where its keys and values are stored     + 1, or the first slot of a new block
+                  seeds, steps, tables, parameters of the draw                        as before
 
-SteadyExecutor brings the rows to the device when a plan has others, and leaves to LocalExecutor what is no such step: prompts,
-penalties, grammars, log-probabilities, and whatever else reads the tokens before the next one is drawn.
+SteadyExecutor writes the rows when a plan has others. It leaves other steps to LocalExecutor: those with prompts, penalties,
+grammars or log-probabilities, and whatever else must read a token before the next one is drawn.
 """
 
 import time
@@ -73,7 +73,7 @@ class Continued(Planner):
             return self._scheduled(scheduler)
         block_size, begun = manager.block_size, []
         for seq in self._sequences:
-            if seq.status is not RUNNING or seq.num_tokens >= seq.max_num_tokens:  # it has ended, or its last token is in flight
+            if seq.status is not RUNNING or seq.num_tokens >= seq.max_num_tokens:  # ended, or its last token is in flight
                 return self._scheduled(scheduler)
             if seq.num_computed_tokens == len(seq.block_table) * block_size:
                 begun.append(seq)
@@ -141,7 +141,6 @@ class SteadyExecutor(LocalExecutor):
         super().__init__(runtime, info, config, **options)
         graphs = cast(StepGraphs, self.runner.graphs).table
         self.batch = SteadyBatch(self, config.max_num_rows, graphs.capture, on_first_use=graphs.on_first_use)
-        self.graph_owners.append(self.batch)
         self._rows: Rows | None = None  # those of the plan that the batch follows
         self._other_rows: Rows | None = None  # those of the last plan that it does not
         self._graph: CapturedGraph
@@ -176,6 +175,10 @@ class SteadyExecutor(LocalExecutor):
             output.token_ids = [token_id]
         seconds = step.seconds | {"sample": step.seconds["sample"] + time.perf_counter() - start}
         return StepOutput(step.outputs, seconds)
+
+    def capture_next(self) -> bool:
+        with torch.inference_mode(), self._in_step():
+            return self.batch.table.capture_next() or super().capture_next()
 
     def _follow(self, plan: StepPlan, previous: LaunchedStep | None) -> bool:
         """Let the rows of the batch become those of another plan. Returns False if they cannot."""
@@ -220,7 +223,6 @@ class SteadyBatch:
         self._names: tuple[str, ...] | None = ()  # the inputs that their draw reads. None: no graph draws them
         name = "a steady step of {0[0]} decodes".format
         self.table = CapturedGraphs[Key](self._capture_on_padding, self._step, name, itemgetter(0), on_first_use)
-        self.capture_next = self.table.capture_next
 
     def prepare(self) -> None:
         """Capture the steps of most requests."""
@@ -269,7 +271,7 @@ class SteadyBatch:
 
     def begin_blocks(self) -> None:
         """Write the blocks that sequences have begun since the last step, and the slots of their next keys."""
-        places, blocks, rows, width = [], [], [], self.tables.shape[1]
+        places, blocks, rows, width = list[int](), list[int](), list[int](), self.tables.shape[1]
         for row, (seq, known) in enumerate(zip(self._sequences, self._known, strict=True)):
             if len(table := seq.block_table) != len(known):
                 places.append(row * width + len(known))
@@ -313,7 +315,7 @@ class SteadyBatch:
     def _write_rows(self, sequences: list[Sequence], size: int, previous: LaunchedStep | None) -> None:
         """Write the rows of these sequences, and padding up to `size`. Block tables that the device has are moved there."""
         row_of = {seq: row for row, seq in enumerate(self._sequences)}
-        sources, places, blocks, rows = [row_of.get(seq, 0) for seq in sequences], [], [], []
+        sources, places, blocks, rows = [row_of.get(seq, 0) for seq in sequences], list[int](), list[int](), list[list[int]]()
         known, self._known, self._sequences = self._known, [list(seq.block_table) for seq in sequences], sequences
         for row, (seq, table) in enumerate(zip(sequences, self._known, strict=True)):
             has = known[row_of[seq]] if seq in row_of else []
@@ -355,9 +357,8 @@ def draw(
 
     columns: what the draw reads (inputs_read). Empty: all rows are greedy.
     """
-    u = uniform_on_gpu(seeds, positions) if columns else positions
-    batch = SamplingBatch(max_top_k=min(MAX_TOP_K, logits.shape[-1]), **(columns | {"u": u}))
-    return sample_on_gpu(logits, batch, not columns)
+    inputs: dict[str, Any] = columns | {"u": uniform_on_gpu(seeds, positions)}
+    return sample_on_gpu(logits, SamplingBatch(max_top_k=min(MAX_TOP_K, logits.shape[-1]), **inputs), not columns)
 
 
 def _reads_more(seq: Sequence) -> bool:

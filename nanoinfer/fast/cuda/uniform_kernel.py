@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _uniform_kernel(seeds, positions, out):
+def _uniform_kernel(seeds, positions, out):  # type: ignore[no-untyped-def]
     """Compute one row's number: 53 bits of the first two words of Philox 4x32-10, whose key is the seed."""
     row = tl.program_id(0)
     position = tl.load(positions + row).to(tl.uint64)

@@ -24,7 +24,6 @@ from nanoinfer.attention.cache_sizes import CacheSizes
 from nanoinfer.build import ParameterFeatures
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.observer import Observer, together
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.memory import size_cache
 from nanoinfer.execution.runtime import Runtime
@@ -35,9 +34,6 @@ from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, uniform
 from nanoinfer.sampling.sampler import SampledTokens
-from tests.golden import records
-from tests.golden.loads import NAMES
-from tests.golden.plans import record_of
 from tests.helpers import forked, triton_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="end_to_end/test_gpu.py has an engine on the GPU")
@@ -131,18 +127,18 @@ def make_engine(rng, device, module=None, capture=record):
 
 def random_request(rng):
     prompt = [rng.randrange(3)] * rng.choice([0, 0, 8]) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
-    further = [{}] * 5 + [{"repetition_penalty": 1.5}, {"logprobs": 1}, {"min_tokens": 2}, {"n": 2, "temperature": 1.2}, {"stop_token_ids": [5, 6]}]
+    further = [{"repetition_penalty": 1.5}, {"logprobs": 1}, {"min_tokens": 2}, {"n": 2, "temperature": 1.2}]
     given = {
         "temperature": rng.choice([0.0, 0.7, 1.5]), "top_k": rng.choice([0, 0, 5]), "top_p": rng.choice([1.0, 0.8]),
         "min_p": rng.choice([0.0, 0.0, 0.05]), "seed": rng.getrandbits(64), "max_tokens": rng.randint(2, 14),
         "ignore_eos": rng.random() < 0.8, "detokenize": False,
     }  # fmt: skip
-    return prompt, SamplingParams(**given | rng.choice(further))
+    return prompt, SamplingParams(**given | rng.choice([{}, {}, {}, {"stop_token_ids": [5, 6]}, *further]))
 
 
 def state_of(engine):
     scheduler = engine.scheduler
-    running = [(seq.sequence_id, seq.num_tokens, seq.num_computed_tokens, seq.block_table, seq.token_ids) for seq in scheduler.running]
+    running = [(seq.sequence_id, seq.num_computed_tokens, seq.block_table, seq.token_ids) for seq in scheduler.running]
     return running, [seq.sequence_id for seq in scheduler.waiting], engine.block_manager.num_free_blocks
 
 
