@@ -17,12 +17,12 @@ from torch import Tensor
 
 from benchmarks.device.parts import Results, Setup
 from benchmarks.device.watch import Watch
-from nanoinfer.build import make_executor
+from nanoinfer.build import make_executor, make_planner
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.fast.compile import CompiledModel
-from nanoinfer.fast.cuda import accelerate
+from nanoinfer.fast.cuda import accelerate, steady
 from nanoinfer.fast.sampling import cuda_graphs
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -75,6 +75,7 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
             (accelerate, "CUDACapture", Capture), (accelerate, "compile_model", CompiledModel),
             (accelerate, "find_spec", lambda name: True),  # Triton's kernels are the device's
             (cuda_graphs, "sample_on_gpu", lambda logits, columns, u: torch.full((len(logits),), 7)),
+            (steady, "draw", lambda logits, columns, seeds, positions: torch.full((len(logits),), 7)),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
@@ -84,7 +85,7 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
         stack.enter_context(mock.patch.object(type(plain.backend), "supports_cuda_graph", True))
         executor = make_executor(accelerate.accelerate_on_cuda(plain, config), config)
         executor.device = Device("cpu")  # type: ignore[assignment]
-        yield LLMEngine(executor, config)
+        yield LLMEngine(executor, config, planner=make_planner(executor, config))
 
 
 def steps(setup: Setup) -> Results:

@@ -151,7 +151,7 @@ def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_pat
 # newest tokens, which only the device has, and without a graph for it nothing of the model, the head or the draw.
 COPIES = {
     "_to_copy.default", "copy_.default", "fill_.Scalar", "clone.default", "cat.default", "index.Tensor", "index_put_.default",
-    "clamp.default", "clamp.out",
+    "clamp.default", "clamp.out", "index_copy_.default",
 }  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def run_loads(path, num_loads):
         replaying, eager = (LLM(path, device="sim", kv_cache_memory=2**15, **SETTINGS, seed=0) for _ in range(2))
         runner = replaying.engine.executor.runner
         executor = eager.engine.executor
-        executor.runner.graphs, executor.sampler.routes = None, executor.sampler.routes[1:]
+        executor.runner.graphs, executor.sampler.routes, executor.batch.sizes = None, executor.sampler.routes[1:], [0]
 
         def spoil():
             for layer in range(runner.cache.num_layers):
