@@ -189,7 +189,8 @@ def test_set_changes_one_parameter(session):
 
 def test_help_lists_every_command(session, capsys):
     session.handle("/help")
-    assert [name for name in COMMANDS if f"/{name}" not in capsys.readouterr().err] == []
+    shown = capsys.readouterr().err
+    assert [name for name in COMMANDS if f"/{name}" not in shown] == []
 
 
 @pytest.mark.parametrize(

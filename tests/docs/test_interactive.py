@@ -315,6 +315,7 @@ def test_the_tasks_are_a_list_in_which_the_passed_ones_are_marked_and_a_text_eac
     page, tasks = show(figure("tasks")), interactive.DATA["tasks"]()["tasks"]
     page.evaluate(f"localStorage['nanoinfer passed {tasks[0]['name']}'] = 'yes'")
     page.reload()
+    page.locator(".tasks button").last.wait_for()
     listed = page.locator(".tasks button").all_inner_texts()
     assert [text.startswith("✓ ") for text in listed] == [True] + [False] * (len(tasks) - 1)
     assert page.locator("p[role=status]").inner_text() == f"1 of {len(tasks)} passed."
