@@ -33,6 +33,8 @@ def pytest_configure(config):
     """Prepare a process that runs tests. The one that only starts such processes (-n) imports no torch."""
     if getattr(config.option, "numprocesses", None):
         return
+    if {"triton", "nanoinfer.config"} & sys.modules.keys():
+        raise pytest.UsageError("a conftest.py imports the package at its top; import it in a fixture, after this preparation")
     gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
     import torch
 
