@@ -191,7 +191,7 @@ _U = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], 
 def check_choose(rows: str, dtype: torch.dtype) -> float:
     """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit.
 
-    Most numbers are at the end of an id's interval, so that another weight of any id draws another.
+    Most numbers are at an end of an id's interval, so that another weight of any id draws another id.
     """
     temperature = torch.tensor([1.0, 0.6, 1.0, 1.7, 1.0, 0.05, 0.9, 1.0, 2.0])
     min_p = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0])
@@ -201,7 +201,8 @@ def check_choose(rows: str, dtype: torch.dtype) -> float:
     largest_ids, weights = argmax(logits.float()), _emulated_weights(logits.float(), temperature, min_p)
     cumulative = weights.cumsum(-1)
     ends = cumulative.gather(1, (cumulative <= cumulative[:, -1:] // 2).sum(-1, keepdim=True).clamp_max(logits.shape[1] - 1))
-    u = torch.where(torch.arange(len(_U)) == 4, _U, (ends[:, 0] - 0.5) / cumulative[:, -1].clamp_min(1).double())
+    rows = torch.arange(len(_U))
+    u = torch.where(rows == 4, _U, (ends[:, 0].double() + rows % 4 / 2 - 0.5) / cumulative[:, -1].clamp_min(1))
     expected = torch.where((largest_ids >= 0) & ~greedy, draw_from_weights(weights, u), largest_ids)
     columns = ParameterColumns(greedy=greedy, temperature=temperature, min_p=min_p)
     same = (
