@@ -246,17 +246,24 @@ _U = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], 
 
 
 def check_choose(rows: str, dtype: torch.dtype) -> float:
-    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit."""
+    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit.
+
+    Most numbers are at an end of an id's interval, so that another weight of any id draws another id.
+    """
     temperature = torch.tensor([1.0, 0.6, 1.0, 1.7, 1.0, 0.05, 0.9, 1.0, 2.0])
     min_p = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0])
     greedy = torch.arange(len(_U)) % 4 == 3
     logits = _logits_of(rows, len(_U), dtype)
     logits[1, 5], logits[5, 5], logits[7] = float("nan"), float("inf"), float("-inf")
     largest_ids, weights = argmax(logits.float()), _emulated_weights(logits.float(), temperature, min_p)
-    expected = torch.where((largest_ids >= 0) & ~greedy, draw_from_weights(weights, _U), largest_ids)
+    cumulative = weights.cumsum(-1)
+    ends = cumulative.gather(1, (cumulative <= cumulative[:, -1:] // 2).sum(-1, keepdim=True).clamp_max(logits.shape[1] - 1))
+    rows = torch.arange(len(_U))
+    u = torch.where(rows == 4, _U, (ends[:, 0].double() + rows % 4 / 2 - 0.5) / cumulative[:, -1].clamp_min(1))
+    expected = torch.where((largest_ids >= 0) & ~greedy, draw_from_weights(weights, u), largest_ids)
     columns = ParameterColumns(greedy=greedy, temperature=temperature, min_p=min_p)
     same = (
-        torch.equal(draw_kernel.choose(logits, columns, _U), expected),
+        torch.equal(draw_kernel.choose(logits, columns, u), expected),
         torch.equal(draw_kernel.choose(logits, ParameterColumns(), None), largest_ids),
     )
     return 0.0 if all(same) else float("inf")
