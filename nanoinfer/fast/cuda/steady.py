@@ -277,12 +277,14 @@ class SteadyBatch:
                 places.append(row * width + len(known))
                 blocks.append(table[-1])
                 rows.append(row)
-                known.append(table[-1])
-        if rows:
-            slots = [block * self._block_size for block in blocks]
-            on_device = integers_on_device([places, blocks, rows, slots], self._device)
-            self._write_blocks(*on_device[:2])
-            self.numbers[SLOTS].index_copy_(0, *on_device[2:])
+        if not rows:
+            return
+        slots = [block * self._block_size for block in blocks]
+        on_device = integers_on_device([places, blocks, rows, slots], self._device)
+        self._write_blocks(*on_device[:2])
+        self.numbers[SLOTS].index_copy_(0, *on_device[2:])
+        for row, block in zip(rows, blocks, strict=True):
+            self._known[row].append(block)
 
     def follow(self, sequences: list[Sequence], previous: LaunchedStep | None) -> CapturedGraph | None:
         """Let the rows be those of these sequences. Returns the graph of their next step. None: it is not captured.
@@ -313,12 +315,12 @@ class SteadyBatch:
             written[: len(params)] = off if column is None else column
 
     def _write_rows(self, sequences: list[Sequence], size: int, previous: LaunchedStep | None) -> None:
-        """Write the rows of these sequences, and padding up to `size`. Block tables that the device has are moved there."""
-        row_of = {seq: row for row, seq in enumerate(self._sequences)}
+        """Write the rows of these sequences, and padding up to `size`. The block tables that the device has are moved there."""
+        row_of, known = {seq: row for row, seq in enumerate(self._sequences)}, self._known
+        self._sequences, self._known = [], []  # if this raises, they are written again
         sources, places, blocks, rows = [row_of.get(seq, 0) for seq in sequences], list[int](), list[int](), list[list[int]]()
-        known, self._known, self._sequences = self._known, [list(seq.block_table) for seq in sequences], sequences
-        for row, (seq, table) in enumerate(zip(sequences, self._known, strict=True)):
-            has = known[row_of[seq]] if seq in row_of else []
+        for row, seq in enumerate(sequences):
+            table, has = seq.block_table, known[row_of[seq]] if seq in row_of else []
             first = len(has) if table[: len(has)] == has else 0
             places += range(row * self.tables.shape[1] + first, row * self.tables.shape[1] + len(table))
             blocks += table[first:]
@@ -341,6 +343,7 @@ class SteadyBatch:
         self.numbers[:, :size] = written[0].view(len(self._padding), size)
         if previous is not None and in_flight:
             self.numbers[IDS].index_copy_(0, written[4], previous.tokens.token_ids[written[5]].clamp(min=0))
+        self._sequences, self._known = sequences, [list(seq.block_table) for seq in sequences]
 
     def _write_blocks(self, places: Int[Tensor, " num"], blocks: Int[Tensor, " num"]) -> None:
         """Write entries of the tables, by their places in all tables one after the other."""

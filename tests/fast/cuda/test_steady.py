@@ -28,12 +28,15 @@ from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.memory import size_cache
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cuda import steady
-from nanoinfer.fast.cuda.graphs import StepGraphs
+from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs
 from nanoinfer.fast.sampling.few_logits import sample_plainly
 from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, uniform
 from nanoinfer.sampling.sampler import SampledTokens
+from tests.golden import records
+from tests.golden.loads import NAMES
+from tests.golden.plans import record_of
 from tests.helpers import forked, triton_interpreter  # noqa: F401
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="end_to_end/test_gpu.py has an engine on the GPU")
@@ -197,6 +200,86 @@ def module_with(old="", new=""):
     return module
 
 
+# what is wrong -> a text of steady.py, and what replaces it
+FAULTS = {
+    "a new block is not written": ("self._write_blocks(*on_device[:2])", "pass"),
+    "a new block has the place of the one before": ("row * width + len(known))", "row * width + len(known) - 1)"),
+    "the first slot of a new block is not written": ("self.numbers[SLOTS].index_copy_(0, *on_device[2:])", "pass"),
+    "the second row's block is dropped": ("        if not rows:\n", "        del rows[1:], places[1:], blocks[1:]\n        if not rows:\n"),
+    "lengths are not advanced": ("+= numbers[STEPS]", "+= numbers[STEPS] * torch.tensor([[1], [0], [1]])"),
+    "positions are not advanced": ("+= numbers[STEPS]", "+= numbers[STEPS] * torch.tensor([[0], [1], [1]])"),
+    "slots are not advanced": ("SLOTS + 1)  # those", "SLOTS)  # those"),
+    "padding rows advance": ("+= numbers[STEPS]", "+= 1"),
+    "the drawn tokens are not the next inputs": ("out=numbers[IDS])", "out=numbers[IDS].clone())"),
+    "the draw has the position of the token before": ("numbers[SEEDS], numbers[LENGTHS]", "numbers[SEEDS], numbers[POSITIONS]"),
+    "large seeds are cut off": ("seq.seed - 2**64 * (seq.seed >= 2**63)", "seq.seed % 2**63"),
+    "a capture advances the rows": ("        self._write_rows([], len(self.tables), None)\n", ""),
+    "padding has no block of its own": ("blocks += [self._padding_block]", "blocks += [0]"),
+    "tables stay where they were when rows move": ("if sources != list(range(len(sources))):", "if False:"),
+    "a table is taken for the one that the device has": ("if table[: len(has)] == has else 0", "if len(table) >= len(has) else 0"),
+    "tokens in flight are not filled in": ("if previous is not None and in_flight:", "if False:"),
+    "tokens in flight are those of other rows": ("before = [row_before[sequences[row]] for", "before = [row for"),
+    "other parameters are not written": ("if len(params) <= len(self._params) and all(map(is_, params, self._params)):",
+                                         "if len(params) <= len(self._params):"),
+    "a penalty is ignored": ("return bool(is_stateful_row(seq) or ", "return bool("),
+    "log-probabilities are ignored": ("seq.params.reports or ", ""),
+    "a finished row is kept": ("if seq.status is not RUNNING or seq.num_tokens", "if seq.num_tokens"),
+    "a row whose last token is in flight goes on": (" or seq.num_tokens >= seq.max_num_tokens:", ":"),
+    "a block is taken early": ("== len(seq.block_table) * block_size", "+ 1 == len(seq.block_table) * block_size"),
+    "more blocks are taken than are free": ("if len(begun) > manager.num_free_blocks:", "if False:"),
+    "nobody starts while others go on": ("or (scheduler.waiting and scheduler.has_place()):", "or False:"),
+    "a plan of a prompt goes on": ("goes_on = is_known and has_one_token_each(plan) and", "goes_on = is_known and"),
+    "an id that ends an answer is not seen": ("if token_id in ending_ids or len(token_ids)", "if len(token_ids)"),
+    "the length of an answer is not seen": (" or len(token_ids) + 1 >= seq.max_num_tokens:", ":"),
+    "a finished answer gets a token": (" or seq.status is FINISHED or output.error:", " or output.error:"),
+    "a streamed token is not told": ("if ending_ids is not None:", "if True:"),
+}  # fmt: skip
+
+
 @pytest.mark.slow
 def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_batch():
-    assert sum(run_load(seed, module_with()) for seed in range(60)) > 300
+    module = module_with()
+    assert sum(run_load(seed, module) for seed in range(25)) > 150
+
+
+def run_on_the_simulated_device(num_loads):
+    """With graphs, and with the kernels of the draw, which must launch the same on the same memory at each replay."""
+    from tests.helpers import simulated_device
+
+    simulated_device.install()
+    torch.set_num_threads(1)
+    with simulated_device.engine_may_use_it():
+        for seed in range(num_loads):
+            run_load(seed, steady, "sim", CUDACapture(torch.device("sim")))
+        assert not [wait for wait in simulated_device.device.waits if "steady.py" in wait]
+
+
+@pytest.mark.parametrize("num_loads", [pytest.param(2, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)])
+def test_random_loads_have_the_same_states_and_answers_on_the_simulated_device(num_loads):
+    done = forked.run_function(run_on_the_simulated_device, num_loads)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_by_one_of_these_loads(fault):
+    old, new = FAULTS[fault]
+    assert SOURCE.count(old) == 1
+    module = module_with(old, new)
+    with pytest.raises(Exception, match="."):  # noqa: B017, PT011  other states, or what a wrong table leads to
+        for seed in range(200):
+            run_load(seed, module)
+
+
+@pytest.mark.parametrize("step", [pytest.param(40, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+def test_plans_that_go_on_are_those_of_the_golden_loads(step):
+    class Counting(steady.Continued):
+        def plan(self, scheduler):
+            last, plan = self._last, super().plan(scheduler)
+            num_plans[last is not None and plan.rows is last.rows] += 1
+            return plan
+
+    num_plans, expected = Counter(), records.written()
+    for name in NAMES[::step]:
+        assert record_of(name, planner=Counting).digest == expected[name], name
+    assert num_plans[True] > num_plans[False] / 10
