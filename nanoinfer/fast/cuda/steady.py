@@ -25,7 +25,7 @@ from operator import is_, itemgetter
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
@@ -37,10 +37,9 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.local_executor import LaunchedStep, LocalExecutor
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, CapturedGraphs, StepGraphs, capture_sizes
-from nanoinfer.fast.cuda.uniform_kernel import uniform_on_gpu
-from nanoinfer.fast.sampling.cuda_graphs import INPUTS, MAX_TOP_K, PREPARED, SamplerGraphs, inputs_read
+from nanoinfer.fast.sampling.cuda_graphs import INPUTS, PREPARED, SamplerGraphs, inputs_read
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
-from nanoinfer.sampling.batch import SamplingBatch, columns_and_groups, is_stateful_row
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, columns_and_groups, is_stateful_row
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.block_manager import BlockManager
@@ -220,7 +219,7 @@ class SteadyBatch:
         self._sequences: list[Sequence] = []  # of the rows
         self._known: list[list[int]] = []  # what `tables` has of the block table of each
         self._params: list[SamplingParams] = []  # of each, whose numbers are in `columns`
-        self._names: tuple[str, ...] | None = ()  # the inputs that their draw reads. None: no graph draws them
+        self._names: tuple[str, ...] = ()  # the inputs that their draw reads
         name = "a steady step of {0[0]} decodes".format
         self.table = CapturedGraphs[Key](self._capture_on_padding, self._step, name, itemgetter(0), on_first_use)
 
@@ -239,8 +238,9 @@ class SteadyBatch:
         numbers, runner = self.numbers[:, :size], self._executor.runner
         hidden = runner.run(self._batch_of(size))
         rows = runner.head_rows(hidden, slice(0, size))
-        columns = {name: column[:size] for name, column in self.columns.items() if name in names}
-        token_ids = draw(rows.head(rows.hidden), columns, numbers[SEEDS], numbers[LENGTHS])
+        columns: dict[str, Any] = {name: column[:size] for name, column in self.columns.items() if name in names}
+        u = (numbers[SEEDS], numbers[LENGTHS]) if names else None  # draw.uniform of them: a new token's position is the length
+        token_ids = sample_on_gpu(rows.head(rows.hidden), ParameterColumns(**columns), u)
         torch.clamp(token_ids, min=0, out=numbers[IDS])  # a row without a token ends before its next one is read
         numbers[COUNTERS] += numbers[STEPS]
         return token_ids
@@ -295,8 +295,6 @@ class SteadyBatch:
         if len(sequences) > self.sizes[-1] or any(seq not in earlier and _reads_more(seq) for seq in sequences):
             return None
         self._write_parameters([seq.params for seq in sequences])
-        if self._names is None:
-            return None
         size = self.sizes[bisect_left(self.sizes, len(sequences))]
         graph = self.table.find((size, self._names), (self.sizes[-1], self._names))
         if graph is not None:
@@ -309,7 +307,7 @@ class SteadyBatch:
             return
         of_params = columns_and_groups(tuple(params), self._executor.info.vocab_size, self._device)
         batch = SamplingBatch(u=torch.zeros(len(params), dtype=torch.float64), **of_params)
-        self._params, self._names = params, inputs_read(batch) if batch.max_top_k <= MAX_TOP_K else None
+        self._params, self._names = params, inputs_read(batch)
         for name, written in self.columns.items() if self._names else ():
             column, (_, off) = of_params[name], INPUTS[name]
             written[: len(params)] = off if column is None else column
@@ -348,20 +346,6 @@ class SteadyBatch:
     def _write_blocks(self, places: Int[Tensor, " num"], blocks: Int[Tensor, " num"]) -> None:
         """Write entries of the tables, by their places in all tables one after the other."""
         self.tables.view(-1).index_copy_(0, places, blocks.view(torch.int32)[::2])  # the low half of each, without a kernel
-
-
-def draw(
-    logits: Float[Tensor, "rows vocab"],
-    columns: dict[str, Tensor],
-    seeds: Int[Tensor, " rows"],
-    positions: Int[Tensor, " rows"],
-) -> Int[Tensor, " rows"]:
-    """Draw a token id per row, with the number that draw.uniform gives for its seed and the position of the new token.
-
-    columns: what the draw reads (inputs_read). Empty: all rows are greedy.
-    """
-    inputs: dict[str, Any] = columns | {"u": uniform_on_gpu(seeds, positions)}
-    return sample_on_gpu(logits, SamplingBatch(max_top_k=min(MAX_TOP_K, logits.shape[-1]), **inputs), not columns)
 
 
 def _reads_more(seq: Sequence) -> bool:

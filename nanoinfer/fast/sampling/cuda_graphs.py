@@ -17,11 +17,9 @@ from torch import Tensor
 
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraphs, capture_sizes
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows
-
-MAX_TOP_K = 256  # the number of largest logits that a graph fetches. A larger top_k runs without a graph
 
 INPUTS: dict[str, tuple[torch.dtype, float]] = {  # field of SamplingBatch: dtype, and the value that is off
     "greedy": (torch.bool, False),
@@ -60,7 +58,7 @@ class SamplerGraphs(Route):
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
         """Replay the graph of the step. Returns None also if it is not captured."""
         num_rows = len(rows.hidden)
-        if not rows.is_raw or num_rows > self.sizes[-1] or batch.max_top_k > MAX_TOP_K:
+        if not rows.is_raw or num_rows > self.sizes[-1]:
             return None
         self._allocate(rows)
         if rows.head != self._head:
@@ -100,10 +98,10 @@ class SamplerGraphs(Route):
         """Draw the tokens of the first rows of the static inputs. This is what a graph captures."""
         assert self._head is not None
         size, names = draw
-        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in {*names, "u"}}  # a greedy draw does not read u
+        inputs: dict[str, Any] = {name: self._columns[name][:size] for name in names}
+        u = inputs.pop("u", None)  # a greedy draw does not read it
         logits = self._head(self._hidden[:size])  # kernels read bf16 in half the time
-        max_top_k = min(MAX_TOP_K, logits.shape[-1])
-        return sample_on_gpu(logits, SamplingBatch(max_top_k=max_top_k, **inputs), not names)
+        return sample_on_gpu(logits, ParameterColumns(**inputs), u)
 
 
 def inputs_read(batch: SamplingBatch) -> tuple[str, ...]:

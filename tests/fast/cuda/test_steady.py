@@ -8,7 +8,7 @@ import random
 import sys
 import types
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,14 +90,14 @@ class Sums:
         return attend
 
 
-def plain_draw(logits, columns, seeds, positions):
-    """The definition of steady.draw."""
-    if not columns:
+def plain_draw(logits, columns, u):
+    """The definition of sample_on_gpu."""
+    if u is None:
         return argmax(logits)
-    u = uniform([seed % 2**64 for seed in seeds.tolist()], positions.tolist())
-    batch = SamplingBatch(max_top_k=logits.shape[-1], u=u, **columns)
-    drawn = sample_plainly(logits, batch)
-    return torch.where(batch.greedy, argmax(logits), drawn) if batch.greedy is not None else drawn
+    seeds, positions = (numbers.tolist() for numbers in u)
+    read = {field.name: getattr(columns, field.name) for field in fields(columns)} | {"max_top_k": logits.shape[-1]}
+    batch = SamplingBatch(u=uniform([seed % 2**64 for seed in seeds], positions), **read)
+    return torch.where(batch.greedy, argmax(logits), sample_plainly(logits, batch))
 
 
 def record(run):
@@ -196,7 +196,7 @@ def module_with(old="", new=""):
     module = types.ModuleType("nanoinfer.fast.cuda.steady_on_a_cpu")
     sys.modules[module.__name__] = module  # dataclasses look there
     exec(compile(SOURCE.replace(old, new) if old else SOURCE, steady.__file__, "exec"), vars(module))
-    module.draw, module.SampledTokens = plain_draw, CopiedTokens
+    module.sample_on_gpu, module.SampledTokens = plain_draw, CopiedTokens
     return module
 
 
@@ -205,18 +205,20 @@ FAULTS = {
     "a new block is not written": ("self._write_blocks(*on_device[:2])", "pass"),
     "a new block has the place of the one before": ("row * width + len(known))", "row * width + len(known) - 1)"),
     "the first slot of a new block is not written": ("self.numbers[SLOTS].index_copy_(0, *on_device[2:])", "pass"),
-    "the second row's block is dropped": ("        if not rows:\n", "        del rows[1:], places[1:], blocks[1:]\n        if not rows:\n"),
+    "only one block of a step is written": (
+        "                rows.append(row)\n", "                rows.append(row)\n                break\n",
+    ),
     "lengths are not advanced": ("+= numbers[STEPS]", "+= numbers[STEPS] * torch.tensor([[1], [0], [1]])"),
     "positions are not advanced": ("+= numbers[STEPS]", "+= numbers[STEPS] * torch.tensor([[0], [1], [1]])"),
     "slots are not advanced": ("SLOTS + 1)  # those", "SLOTS)  # those"),
     "padding rows advance": ("+= numbers[STEPS]", "+= 1"),
     "the drawn tokens are not the next inputs": ("out=numbers[IDS])", "out=numbers[IDS].clone())"),
-    "the draw has the position of the token before": ("numbers[SEEDS], numbers[LENGTHS]", "numbers[SEEDS], numbers[POSITIONS]"),
+    "a draw is that of the token before": ("(numbers[SEEDS], numbers[LENGTHS])", "(numbers[SEEDS], numbers[POSITIONS])"),
     "large seeds are cut off": ("seq.seed - 2**64 * (seq.seed >= 2**63)", "seq.seed % 2**63"),
     "a capture advances the rows": ("        self._write_rows([], len(self.tables), None)\n", ""),
     "padding has no block of its own": ("blocks += [self._padding_block]", "blocks += [0]"),
     "tables stay where they were when rows move": ("if sources != list(range(len(sources))):", "if False:"),
-    "a table is taken for the one that the device has": ("if table[: len(has)] == has else 0", "if len(table) >= len(has) else 0"),
+    "a table of another start is not written": ("if table[: len(has)] == has else 0", "if len(table) >= len(has) else 0"),
     "tokens in flight are not filled in": ("if previous is not None and in_flight:", "if False:"),
     "tokens in flight are those of other rows": ("before = [row_before[sequences[row]] for", "before = [row for"),
     "other parameters are not written": ("if len(params) <= len(self._params) and all(map(is_, params, self._params)):",
@@ -260,15 +262,23 @@ def test_random_loads_have_the_same_states_and_answers_on_the_simulated_device(n
     assert done.returncode == 0, done.stderr
 
 
+def is_found(module):
+    """Whether a load ends in other states, or in an error, to which a wrong table may lead."""
+    for seed in range(200):
+        try:
+            run_load(seed, module)
+        except Exception:
+            return True
+    return False
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_by_one_of_these_loads(fault):
     old, new = FAULTS[fault]
     assert SOURCE.count(old) == 1
     module = module_with(old, new)
-    with pytest.raises(Exception, match="."):  # noqa: B017, PT011  other states, or what a wrong table leads to
-        for seed in range(200):
-            run_load(seed, module)
+    assert is_found(module)
 
 
 @pytest.mark.parametrize("step", [pytest.param(40, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
