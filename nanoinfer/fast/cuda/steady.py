@@ -48,7 +48,6 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
-RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 IDS, POSITIONS, LENGTHS, SLOTS, SEEDS, STEPS = range(6)  # the rows of SteadyBatch.numbers
 COUNTERS = slice(POSITIONS, SLOTS + 1)  # those that a step advances
 Rows = tuple[tuple[Sequence, int], ...]  # StepPlan.rows
@@ -69,10 +68,10 @@ class Continued(Planner):
         """Return what scheduler.schedule() would. The rows of a plan that goes on are the same object."""
         last, running, manager = self._last, scheduler.running, scheduler.block_manager
         if last is None or len(running) != len(self._sequences) or (scheduler.waiting and scheduler.has_place()):
-            return self._scheduled(scheduler)
+            return self._scheduled(scheduler)  # only here does a sequence begin to run, so as many are the same
         block_size, begun = manager.block_size, []
         for seq in self._sequences:
-            if seq.status is not RUNNING or seq.num_tokens >= seq.max_num_tokens:  # ended, or its last token is in flight
+            if seq.num_tokens >= seq.max_num_tokens:  # its last token is in flight
                 return self._scheduled(scheduler)
             if seq.num_computed_tokens == len(seq.block_table) * block_size:
                 begun.append(seq)
@@ -102,7 +101,7 @@ class Continued(Planner):
         left, unread = [], self._unread
         for output in outputs:
             seq = output.sequence
-            if (ending_ids := unread.get(seq)) is None or seq.status is FINISHED or output.error:
+            if (ending_ids := unread.get(seq)) is None or output.error:
                 left.append(output)
                 continue
             token_ids, [token_id] = seq.token_ids, output.token_ids
@@ -110,10 +109,10 @@ class Continued(Planner):
                 left.append(output)
             else:
                 token_ids.append(token_id)
-        for seq in [output.sequence for output in left if output.sequence.status is not FINISHED]:  # from its next token on
+        for seq in [output.sequence for output in left if output.sequence.status is not SequenceStatus.FINISHED]:
             ending_ids = requests[seq.request_id].answers[seq.index].ending_ids
             if ending_ids is not None:
-                unread[seq] = ending_ids
+                unread[seq] = ending_ids  # from its next token on
         return left
 
     def sequence_finished(self, seq: Sequence) -> None:

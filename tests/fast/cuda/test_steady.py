@@ -8,10 +8,12 @@ import random
 import sys
 import types
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -128,15 +130,17 @@ def make_engine(rng, device, module=None, capture=record):
     )  # fmt: skip
 
 
-def random_request(rng):
+def random_request(rng, has_others):
+    """has_others: whether a request may ask for what no steady batch computes."""
     prompt = [rng.randrange(3)] * rng.choice([0, 0, 8]) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
-    further = [{"repetition_penalty": 1.5}, {"logprobs": 1}, {"min_tokens": 2}, {"n": 2, "temperature": 1.2}]
+    further = [{}, {}, {}, {"stop_token_ids": [5, 6]}, {"n": 2, "temperature": 1.2}]
+    further += [{"repetition_penalty": 1.5}, {"logprobs": 1}, {"min_tokens": 2}] * has_others
     given = {
         "temperature": rng.choice([0.0, 0.7, 1.5]), "top_k": rng.choice([0, 0, 5]), "top_p": rng.choice([1.0, 0.8]),
-        "min_p": rng.choice([0.0, 0.0, 0.05]), "seed": rng.getrandbits(64), "max_tokens": rng.randint(2, 14),
+        "min_p": rng.choice([0.0, 0.0, 0.05]), "seed": rng.getrandbits(64), "max_tokens": rng.choice([2, 7, 13]),
         "ignore_eos": rng.random() < 0.8, "detokenize": False,
     }  # fmt: skip
-    return prompt, SamplingParams(**given | rng.choice([{}, {}, {}, {"stop_token_ids": [5, 6]}, *further]))
+    return prompt, SamplingParams(**given | rng.choice(further))
 
 
 def state_of(engine):
@@ -156,7 +160,8 @@ def run_load(seed, module, device="cpu", capture=record):
     """
     engines = [make_engine(random.Random(seed), device, each, capture) for each in (None, module)]
     rng, num_steady, begun = random.Random(seed), Counter(), []
-    todo = [(*random_request(rng), rng.random() < 0.2) for _ in range(rng.randint(1, 7))]
+    has_others = rng.random() < 0.4
+    todo = [(*random_request(rng, has_others), rng.random() < 0.2) for _ in range(rng.randint(1, 7))]
     same = todo[0][1] if rng.random() < 0.3 else None  # the parameters of all
     for step in range(400):
         if not todo and not engines[0].num_unfinished:
@@ -167,10 +172,13 @@ def run_load(seed, module, device="cpu", capture=record):
                 engine.submit(engine.inputs.prepare(prompt, same or params), streaming=streams) for engine in engines
             ])  # fmt: skip
         aborted = rng.choice(begun)[0].request_id if begun and rng.random() < 0.03 else None
+        fails = rng.random() < 0.02  # then all start again, with other blocks
         for engine in engines:
             if aborted is not None:
                 engine.abort(aborted)
-            engine.step()
+            launch = mock.Mock(side_effect=RuntimeError) if fails else engine.executor.launch
+            with mock.patch.object(engine.executor, "launch", launch), suppress(RuntimeError):
+                engine.step()
         assert state_of(engines[0]) == state_of(engines[1]), (seed, step)
         num_steady[type(engines[1]._in_flight).__name__] += 1
     plain, ours = ([pair[i] for pair in begun] for i in range(2))
@@ -216,7 +224,7 @@ FAULTS = {
     "a draw is that of the token before": ("(numbers[SEEDS], numbers[LENGTHS])", "(numbers[SEEDS], numbers[POSITIONS])"),
     "large seeds are cut off": ("seq.seed - 2**64 * (seq.seed >= 2**63)", "seq.seed % 2**63"),
     "a capture advances the rows": ("        self._write_rows([], len(self.tables), None)\n", ""),
-    "padding has no block of its own": ("blocks += [self._padding_block]", "blocks += [0]"),
+    "padding has no slot of its own": ("info.num_blocks * info.block_size, 0, 0]", "0, 0, 0]"),
     "tables stay where they were when rows move": ("if sources != list(range(len(sources))):", "if False:"),
     "a table of another start is not written": ("if table[: len(has)] == has else 0", "if len(table) >= len(has) else 0"),
     "tokens in flight are not filled in": ("if previous is not None and in_flight:", "if False:"),
@@ -225,23 +233,23 @@ FAULTS = {
                                          "if len(params) <= len(self._params):"),
     "a penalty is ignored": ("return bool(is_stateful_row(seq) or ", "return bool("),
     "log-probabilities are ignored": ("seq.params.reports or ", ""),
-    "a finished row is kept": ("if seq.status is not RUNNING or seq.num_tokens", "if seq.num_tokens"),
-    "a row whose last token is in flight goes on": (" or seq.num_tokens >= seq.max_num_tokens:", ":"),
+    "a finished row is kept": ("len(running) != len(self._sequences) or ", ""),
+    "a row whose last token is in flight goes on": ("if seq.num_tokens >= seq.max_num_tokens:", "if False:"),
     "a block is taken early": ("== len(seq.block_table) * block_size", "+ 1 == len(seq.block_table) * block_size"),
     "more blocks are taken than are free": ("if len(begun) > manager.num_free_blocks:", "if False:"),
     "nobody starts while others go on": ("or (scheduler.waiting and scheduler.has_place()):", "or False:"),
     "a plan of a prompt goes on": ("goes_on = is_known and has_one_token_each(plan) and", "goes_on = is_known and"),
     "an id that ends an answer is not seen": ("if token_id in ending_ids or len(token_ids)", "if len(token_ids)"),
     "the length of an answer is not seen": (" or len(token_ids) + 1 >= seq.max_num_tokens:", ":"),
-    "a finished answer gets a token": (" or seq.status is FINISHED or output.error:", " or output.error:"),
-    "a streamed token is not told": ("if ending_ids is not None:", "if True:"),
+    "a finished answer gets a token": ("self._unread.pop(seq, None)", "pass"),
+    "a streamed token is not told": ("requests[seq.request_id].answers[seq.index].ending_ids", "seq.eos_token_ids"),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_batch():
     module = module_with()
-    assert sum(run_load(seed, module) for seed in range(25)) > 150
+    assert sum(run_load(seed, module) for seed in range(25)) > 100
 
 
 def run_on_the_simulated_device(num_loads):
@@ -253,7 +261,7 @@ def run_on_the_simulated_device(num_loads):
     with simulated_device.engine_may_use_it():
         for seed in range(num_loads):
             run_load(seed, steady, "sim", CUDACapture(torch.device("sim")))
-        assert not [wait for wait in simulated_device.device.waits if "steady.py" in wait]
+        assert [wait for wait in simulated_device.device.waits if "/steady.py" in wait] == []
 
 
 @pytest.mark.parametrize("num_loads", [pytest.param(2, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)])
