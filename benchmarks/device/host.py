@@ -69,13 +69,16 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
     zeros = torch.zeros(2 * scheduler.max_num_batched_tokens, max(model.config.hidden_size, model.config.vocab_size))
     model.forward = lambda ids, positions, attend: zeros[: len(ids), : model.config.hidden_size]
     model.compute_logits = lambda hidden: zeros[: len(hidden), : model.config.vocab_size]
+
+    def sevens(logits: Tensor, *parameters: object) -> Tensor:
+        return torch.full((len(logits),), 7)
+
     with ExitStack() as stack:
         for owner, name, value in (
             (Tensor, "pin_memory", Tensor.clone), (sampler, "SampledTokens", Sampled),
             (accelerate, "CUDACapture", Capture), (accelerate, "compile_model", CompiledModel),
             (accelerate, "find_spec", lambda name: True),  # Triton's kernels are the device's
-            (cuda_graphs, "sample_on_gpu", lambda logits, columns, u: torch.full((len(logits),), 7)),
-            (steady, "draw", lambda logits, columns, seeds, positions: torch.full((len(logits),), 7)),
+            (cuda_graphs, "sample_on_gpu", sevens), (steady, "sample_on_gpu", sevens),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):

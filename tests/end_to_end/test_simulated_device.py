@@ -414,6 +414,22 @@ def the_cache_is_as_large_as_the_devices_memory_allows(path):
             LLM(path, device="sim", **SETTINGS)
 
 
+def a_step_that_goes_on_is_a_replay_and_one_copy_each_way(path):
+    """Of blocks that have begun, if any, and of the tokens, with an event. The first step of each kind is captured."""
+    with simulated() as device:
+        llm, launched = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS), []
+        for prompt in ([1, 2], [3, 4]):  # which begin their blocks in the same steps
+            llm.engine.add_request(prompt, SamplingParams(max_tokens=14, temperature=0.5, ignore_eos=True, detokenize=False))
+        while llm.engine.num_unfinished:
+            device.reset_counts()
+            llm.engine.step()
+            launched.append((dict(device.launched), device.num_synchronized))
+        copy = {"copy_.default": 1}
+        with_blocks = copy | {"_to_copy.default": 1, "index_copy_.default": 2}
+        assert launched[3:11] == [(with_blocks if step % BLOCK_SIZE == 3 else copy, 1) for step in range(3, 11)]
+        assert device.waits == []
+
+
 def the_device_is_refused_unless_a_test_allows_it(path):
     with simulated():
         pass
@@ -430,6 +446,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),
         (the_cache_is_as_large_as_the_devices_memory_allows, "gpt2"),
+        (a_step_that_goes_on_is_a_replay_and_one_copy_each_way, "gpt2"),
         (the_device_is_refused_unless_a_test_allows_it, "gpt2"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -25,7 +25,7 @@ from operator import is_, itemgetter
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
@@ -48,7 +48,6 @@ from nanoinfer.scheduling.sequence import Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
-RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 IDS, POSITIONS, LENGTHS, SLOTS, SEEDS, STEPS = range(6)  # the rows of SteadyBatch.numbers
 COUNTERS = slice(POSITIONS, SLOTS + 1)  # those that a step advances
 Rows = tuple[tuple[Sequence, int], ...]  # StepPlan.rows
@@ -69,10 +68,10 @@ class Continued(Planner):
         """Return what scheduler.schedule() would. The rows of a plan that goes on are the same object."""
         last, running, manager = self._last, scheduler.running, scheduler.block_manager
         if last is None or len(running) != len(self._sequences) or (scheduler.waiting and scheduler.has_place()):
-            return self._scheduled(scheduler)
+            return self._scheduled(scheduler)  # only here does a sequence begin to run, so as many are the same
         block_size, begun = manager.block_size, []
         for seq in self._sequences:
-            if seq.status is not RUNNING or seq.num_tokens >= seq.max_num_tokens:  # ended, or its last token is in flight
+            if seq.num_tokens >= seq.max_num_tokens:  # its last token is in flight
                 return self._scheduled(scheduler)
             if seq.num_computed_tokens == len(seq.block_table) * block_size:
                 begun.append(seq)
@@ -102,7 +101,7 @@ class Continued(Planner):
         left, unread = [], self._unread
         for output in outputs:
             seq = output.sequence
-            if (ending_ids := unread.get(seq)) is None or seq.status is FINISHED or output.error:
+            if (ending_ids := unread.get(seq)) is None or output.error:
                 left.append(output)
                 continue
             token_ids, [token_id] = seq.token_ids, output.token_ids
@@ -110,10 +109,10 @@ class Continued(Planner):
                 left.append(output)
             else:
                 token_ids.append(token_id)
-        for seq in [output.sequence for output in left if output.sequence.status is not FINISHED]:  # from its next token on
+        for seq in [output.sequence for output in left if output.sequence.status is not SequenceStatus.FINISHED]:
             ending_ids = requests[seq.request_id].answers[seq.index].ending_ids
             if ending_ids is not None:
-                unread[seq] = ending_ids
+                unread[seq] = ending_ids  # from its next token on
         return left
 
     def sequence_finished(self, seq: Sequence) -> None:
@@ -238,8 +237,9 @@ class SteadyBatch:
         numbers, runner = self.numbers[:, :size], self._executor.runner
         hidden = runner.run(self._batch_of(size))
         rows = runner.head_rows(hidden, slice(0, size))
-        columns = {name: column[:size] for name, column in self.columns.items() if name in names}
-        token_ids = draw(rows.head(rows.hidden), columns, numbers[SEEDS], numbers[LENGTHS])
+        columns: dict[str, Any] = {name: column[:size] for name, column in self.columns.items() if name in names}
+        u = (numbers[SEEDS], numbers[LENGTHS]) if names else None  # draw.uniform of them: a new token's position is the length
+        token_ids = sample_on_gpu(rows.head(rows.hidden), ParameterColumns(**columns), u)
         torch.clamp(token_ids, min=0, out=numbers[IDS])  # a row without a token ends before its next one is read
         numbers[COUNTERS] += numbers[STEPS]
         return token_ids
@@ -276,12 +276,14 @@ class SteadyBatch:
                 places.append(row * width + len(known))
                 blocks.append(table[-1])
                 rows.append(row)
-                known.append(table[-1])
-        if rows:
-            slots = [block * self._block_size for block in blocks]
-            on_device = integers_on_device([places, blocks, rows, slots], self._device)
-            self._write_blocks(*on_device[:2])
-            self.numbers[SLOTS].index_copy_(0, *on_device[2:])
+        if not rows:
+            return
+        slots = [block * self._block_size for block in blocks]
+        on_device = integers_on_device([places, blocks, rows, slots], self._device)
+        self._write_blocks(*on_device[:2])
+        self.numbers[SLOTS].index_copy_(0, *on_device[2:])
+        for row, block in zip(rows, blocks, strict=True):
+            self._known[row].append(block)
 
     def follow(self, sequences: list[Sequence], previous: LaunchedStep | None) -> CapturedGraph | None:
         """Let the rows be those of these sequences. Returns the graph of their next step. None: it is not captured.
@@ -310,12 +312,12 @@ class SteadyBatch:
             written[: len(params)] = off if column is None else column
 
     def _write_rows(self, sequences: list[Sequence], size: int, previous: LaunchedStep | None) -> None:
-        """Write the rows of these sequences, and padding up to `size`. Block tables that the device has are moved there."""
-        row_of = {seq: row for row, seq in enumerate(self._sequences)}
+        """Write the rows of these sequences, and padding up to `size`. The block tables that the device has are moved there."""
+        row_of, known = {seq: row for row, seq in enumerate(self._sequences)}, self._known
+        self._sequences, self._known = [], []  # if this raises, they are written again
         sources, places, blocks, rows = [row_of.get(seq, 0) for seq in sequences], list[int](), list[int](), list[list[int]]()
-        known, self._known, self._sequences = self._known, [list(seq.block_table) for seq in sequences], sequences
-        for row, (seq, table) in enumerate(zip(sequences, self._known, strict=True)):
-            has = known[row_of[seq]] if seq in row_of else []
+        for row, seq in enumerate(sequences):
+            table, has = seq.block_table, known[row_of[seq]] if seq in row_of else []
             first = len(has) if table[: len(has)] == has else 0
             places += range(row * self.tables.shape[1] + first, row * self.tables.shape[1] + len(table))
             blocks += table[first:]
@@ -338,24 +340,11 @@ class SteadyBatch:
         self.numbers[:, :size] = written[0].view(len(self._padding), size)
         if previous is not None and in_flight:
             self.numbers[IDS].index_copy_(0, written[4], previous.tokens.token_ids[written[5]].clamp(min=0))
+        self._sequences, self._known = sequences, [list(seq.block_table) for seq in sequences]
 
     def _write_blocks(self, places: Int[Tensor, " num"], blocks: Int[Tensor, " num"]) -> None:
         """Write entries of the tables, by their places in all tables one after the other."""
         self.tables.view(-1).index_copy_(0, places, blocks.view(torch.int32)[::2])  # the low half of each, without a kernel
-
-
-def draw(
-    logits: Float[Tensor, "rows vocab"],
-    columns: dict[str, Tensor],
-    seeds: Int[Tensor, " rows"],
-    positions: Int[Tensor, " rows"],
-) -> Int[Tensor, " rows"]:
-    """Draw a token id per row, with the number that draw.uniform gives for its seed and the position of the new token.
-
-    columns: what the draw reads (inputs_read). Empty: all rows are greedy.
-    """
-    inputs: dict[str, Any] = columns
-    return sample_on_gpu(logits, ParameterColumns(**inputs), (seeds, positions) if columns else None)
 
 
 def _reads_more(seq: Sequence) -> bool:
