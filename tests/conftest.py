@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,31 +22,36 @@ if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and mat
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
-
 from hypothesis import HealthCheck, settings
-
-if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-    from tests.helpers import shape_checks
-
-    shape_checks.install()
-
-    def pytest_runtest_setup():
-        shape_checks.start_test()
-
-
-from tests.helpers import pooling_cases, precompiled, tiny_models, tool_cases
-
-precompiled.install()
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-torch.set_num_threads(1)  # pytest runs one process per core
+
+def pytest_configure(config):
+    """Prepare a process that runs tests. The one that only starts such processes (-n) imports no torch."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
+    torch.set_num_threads(1)  # pytest runs one process per core
+    if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
+        from tests.helpers import shape_checks
+
+        shape_checks.install()  # before the modules that it checks are imported
+    from tests.helpers import precompiled
+
+    precompiled.install()
+
+
+def pytest_runtest_setup():
+    if shape_checks := sys.modules.get("tests.helpers.shape_checks"):
+        shape_checks.start_test()
+
 
 PATIENCE_MS = 600_000  # of a browser, whose own is 30 s
 
@@ -64,10 +70,8 @@ def pytest_collection_finish():
     """Exempt what was imported from garbage collection, each of which would examine torch and every test for 0.2 s of CPU."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # libraries check at exit that what they made was freed
+    gc.enable()
+    atexit.register(gc.unfreeze)  # libraries check at exit that what they made was freed
 
 
 def pytest_runtest_call(item):
@@ -95,6 +99,8 @@ def no_home(tmp_path, monkeypatch):
 @pytest.fixture
 def kernels():
     """Skip where the C++ kernels cannot be compiled."""
+    import torch
+
     from nanoinfer.errors import UnsupportedError
     from nanoinfer.fast.cpu.attention import KernelBackend
 
@@ -106,26 +112,36 @@ def kernels():
 
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory):
+    from tests.helpers import tiny_models
+
     return tiny_models.save("gpt2", tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture(scope="session")
 def qwen3_path(tmp_path_factory):
+    from tests.helpers import tiny_models
+
     return tiny_models.save("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def tools_path(tmp_path_factory):
+    from tests.helpers import tool_cases
+
     return tool_cases.save_checkpoint(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture(scope="session")
 def reranker_path(tmp_path_factory):
+    from tests.helpers import pooling_cases
+
     return pooling_cases.save_reranker(tmp_path_factory.mktemp("reranker"))
 
 
 @pytest.fixture(scope="session")
 def embedding_path(reranker_path, tmp_path_factory):
+    from tests.helpers import pooling_cases
+
     return pooling_cases.save_embedding(reranker_path, tmp_path_factory.mktemp("embedding") / "model")
 
 

@@ -68,7 +68,7 @@ def simulated(*patches):
 
 def save(family, folder, **config):
     """A checkpoint of a family, written by the test's process, which has imported transformers."""
-    return tiny_models.save(family, folder, **SMALL[family], **config)
+    return tiny_models.save(family, folder, **(SMALL[family] | config))
 
 
 def memory_for(path, num_blocks):
@@ -138,7 +138,7 @@ def run_random_requests(family, path, num_requests):
 @pytest.mark.parametrize(
     ("family", "num_requests"),
     [
-        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family not in ("gpt_oss_window", "qwen3_5")))
+        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family != "gpt_oss_window"))
         for family in FAMILIES
         for num in (7, 100)
     ],
@@ -258,6 +258,29 @@ LONG_LOADS = ("gpt2", 120), ("qwen2", 40), ("qwen3", 20), ("gemma3_window", 20)
 )
 def test_tokens_and_caches_of_replayed_steps_are_those_of_eager_steps(family, num_loads, tmp_path):
     in_own_process(run_loads, save(family, tmp_path), num_loads)
+
+
+def run_counted(path, num_layers):
+    """What the graphs of a step of one row launch: forward pass and draw. Their functions are run once more, and counted."""
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=3, ignore_eos=True, detokenize=False)
+    with simulated() as device:
+        llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
+        tokens_of(llm, [[5, 6, 7]], [params])
+        steps = llm.engine.executor.runner.graphs.table.graphs
+        [of_step] = [graph for shape, graph in steps.items() if tuple(shape) == (0, 1)]
+        [of_draw] = [graph for draw, graph in llm.engine.executor.sampler.routes[0].table.graphs.items() if draw[0] == 1]
+        device.reset_counts()
+        of_step.replay.__self__.run()
+        launched = {name: num for name, num in device.launched.items() if name.startswith("_decode")}
+        of_draw.replay.__self__.run()
+        assert launched == {"_decode_linear_kernel": 4 * num_layers, "_decode_attention_kernel": num_layers}
+        # the embedding, the angles, the last norm, a copy of the hidden rows. Then the head and three kernels of the draw
+        assert sum(device.launched.values()) == 5 * num_layers + 4 + 4, device.launched
+
+
+def test_a_step_of_one_row_has_five_kernels_a_layer_and_eight_more(tmp_path):
+    """Qwen3-0.6B has 28 layers, so its step has 148 kernels."""
+    in_own_process(run_counted, save("qwen3", tmp_path, num_hidden_layers=3), 3)
 
 
 def run_drafts(path, config):

@@ -17,6 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
@@ -44,7 +45,8 @@ def compile_model(model: nn.Module) -> CompiledModel:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
-    backend, num_rows, capture = runtime.backend, config.max_num_rows, CUDACapture(runtime.device)
+    backend, num_rows = runtime.backend, config.max_num_rows
+    capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others

@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -27,7 +27,6 @@ from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import Run
 from nanoinfer.execution.runtime import GRAPH_CHUNKS
-from nanoinfer.fast.cuda import pdl
 from nanoinfer.features.hybrid.groups import GroupedMetadata, groups_of
 from nanoinfer.system.transfer import integers_on_device
 
@@ -67,22 +66,11 @@ class CUDACapture:
     """Captures CUDA graphs, which share a memory pool, since only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._gpu = device, cast(Any, torch.get_device_module(device))
+        self._gpu: Any = torch.get_device_module(device)
         self._pool: Any = None  # a handle of torch
         self._stream = self._gpu.Stream()  # shared, since every stream has its own workspace
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        try:
-            return self._capture(run)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if not pdl.refuse(self._device):
-                raise
-            logger.info("a capture failed (%s); it is tried again without programmatic dependent launch", first_line(error))
-            return self._capture(run)
-
-    def _capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         gpu, current = self._gpu, self._gpu.current_stream()
         self._stream.wait_stream(current)
         try:

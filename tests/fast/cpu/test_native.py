@@ -1,6 +1,7 @@
 """A kernel is compiled once per machine, whatever happens to its file, and a failure has the compiler's own message."""
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_a_kernel_is_compiled_once_for_each_source_and_each_definition(source, t
     native.load.cache_clear()
     source.write_text(source.read_text().replace("+", "*"))
     assert native.load(source, "NUMBER=2").add(5) == 10
+
+
+def test_a_copy_of_the_package_finds_the_same_library_unless_a_header_differs(tmp_path, monkeypatch):
+    def name_in(folder):
+        monkeypatch.setattr(native, "HEADERS", folder)
+        return native._name(folder / "layers.cpp", "g++", "-I", str(folder))
+
+    ours, copied = native.HEADERS, shutil.copytree(native.HEADERS, tmp_path / "copy")
+    assert name_in(copied) == name_in(ours)
+    (copied / "vectors.h").write_text("// changed")
+    assert name_in(copied) != name_in(ours)
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0, b""), (0.07, b"\0"), (0.5, b""), (0.8, b"\0"), (0.999, b"")])

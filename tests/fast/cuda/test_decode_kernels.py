@@ -1,16 +1,21 @@
 """A layer of a step with few rows takes five kernels, which give what the kernels of larger steps give."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from torch.utils._pytree import tree_map
+
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend, paged_attention
-from nanoinfer.fast.cuda import decode_kernels
+from nanoinfer.fast.cuda import decode_kernels, pdl
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, decode_attention, decode_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear
+from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import tiny_models
@@ -83,11 +88,14 @@ def linear_inputs(option, num_rows, num_in, num_out):
     num_weights = num_out * (1 + ("gate" in option))
     shapes = (num_rows, num_in + 3), (num_weights, num_in), (num_weights,), (num_in,), (num_rows, num_out)
     x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
-    further = {"norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None}
-    return x[:, :num_in], weight, bias if "bias" in option else None, further | {"gated": "gate" in option}
+    return {
+        "x": x[:, :num_in], "weight": weight, "bias": bias if "bias" in option else None,
+        "norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None,
+        "gated": "gate" in option,
+    }  # fmt: skip
 
 
-def definition_and_tolerance(x, weight, bias, *, norm, residual, gated):
+def definition_and_tolerance(x, weight, bias, norm, residual, gated):
     """In float64. A sum of n terms is off by (n + 32) e of their magnitudes: n roundings, and those of a norm."""
     x, tolerance = x.double(), 0.0
     if norm is not None:
@@ -109,14 +117,17 @@ def definition_and_tolerance(x, weight, bias, *, norm, residual, gated):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("num_in", [80, 5000])  # one tile, and three
 def test_a_linear_layer_with_all_around_it_is_the_definition_and_a_row_has_the_same_bits_in_any_number_of_rows(option, num_in):
-    x, weight, bias, options = linear_inputs(option, MAX_ROWS, num_in, 9)
-    out = decode_linear(x, weight, bias, **options)
-    expected, tolerance = definition_and_tolerance(x, weight, bias, **options)
+    given = linear_inputs(option, MAX_ROWS, num_in, 9)
+    out = decode_linear(**given)
+    expected, tolerance = definition_and_tolerance(**given)
     assert (out.double() - expected).abs().le(tolerance).all()
     assert not (out.double().roll(1, 1) - expected).abs().le(tolerance).all()
+    given = tree_map(lambda value: value.bfloat16() if isinstance(value, torch.Tensor) else value, given)
+    together = decode_linear(**given)
     for row in range(MAX_ROWS):
-        alone = options | {"residual": None if options["residual"] is None else options["residual"][row : row + 1]}
-        assert torch.equal(decode_linear(x[row : row + 1], weight, bias, **alone), out[row : row + 1])
+        one = slice(row, row + 1)
+        alone = {"x": given["x"][one], "residual": None if given["residual"] is None else given["residual"][one]}
+        assert torch.equal(decode_linear(**given | alone), together[one])
 
 
 @pytest.mark.slow
@@ -145,6 +156,25 @@ def test_layers_of_other_dtypes_layouts_and_more_rows_are_not_supported():
     assert not decode_kernels.supports(torch.empty(4, MAX_ROWS).t(), linear)
     linear.weight = torch.nn.Parameter(torch.empty(4, 6).t(), requires_grad=False)
     assert not decode_kernels.supports(x, linear)
+
+
+def test_a_capture_that_fails_is_tried_again_without_pdl_if_kernels_use_it(monkeypatch):
+    monkeypatch.setattr(pdl, "_uses_pdl", {})
+    capture, tried = PDLCapture(lambda run: (list, run()), torch.device("cuda", 1)), []
+
+    def run():
+        tried.append(pdl.may_use(1))
+        if tried[-1]:
+            raise RuntimeError("invalid resource handle")
+        return torch.zeros(1)
+
+    assert len(capture(run)) == 2
+    assert tried == [True, False]
+    for device, error in ((0, RuntimeError), (1, torch.OutOfMemoryError)):
+        monkeypatch.setattr(pdl, "_uses_pdl", {device: True})
+        with pytest.raises(error):
+            capture(Mock(side_effect=error("anything")))
+        assert pdl.may_use(device)
 
 
 def decode_step(model, cache, lengths):

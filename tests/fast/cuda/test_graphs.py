@@ -14,7 +14,6 @@ import torch
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.batch_independence import scratch_sequences
-from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.graphs import DECODE_SIZES, PROMPT_SIZES, CUDACapture, StepGraphs, StepSize, prompt_sizes
 from nanoinfer.features.hybrid.groups import groups_of
 from nanoinfer.features.hybrid.tables import tables_of
@@ -246,24 +245,6 @@ def test_after_a_capture_that_fails_kernels_are_launched_on_the_stream_of_before
     assert gpu.first not in runs
     assert gpu.current is gpu.first
     assert gpu.waits == [(runs[0], gpu.first), (gpu.first, runs[0])]
-
-
-def test_a_capture_that_fails_is_tried_without_pdl_once_if_kernels_use_it(monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Streams())
-    monkeypatch.setattr(pdl, "_uses_pdl", {})
-    capture, refused = CUDACapture(CPU), []
-
-    def run():
-        refused.append(not pdl.may_use(0))
-        if not refused[-1]:
-            raise RuntimeError("invalid resource handle")
-
-    with pytest.raises(AttributeError):  # a double's graph has no pool: the second try has captured
-        capture(run)
-    assert refused == [False, True, True]
-    monkeypatch.setattr(pdl, "_uses_pdl", {1: True})  # another GPU
-    with pytest.raises(RuntimeError):
-        capture(lambda: torch.empty(-1))
 
 
 # ---- faults, which the comparison must find
