@@ -246,9 +246,9 @@ NOTEBOOKS = {
         former="19",
     ),
     "d9_inside_a_gpu_kernel": Header(
-        "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and how it is found without a GPU.",
-        55,
-        ("attention/triton.py",),
+        "what a warp, a fragment, a bank and a barrier are, when a kernel has a race, and where a step's time goes.",
+        65,
+        ("attention/triton.py", "fast/cuda/decode_kernels.py"),
         ("kernels",),
         ("02", "04"),
         former="20",

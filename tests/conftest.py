@@ -1,10 +1,13 @@
 """What every test shares: no network, few threads, shape checks on, and tiny checkpoints to compare with transformers."""
 
 import atexit
+import faulthandler
 import gc
 import importlib.util
+import logging
 import os
 import shutil
+import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,34 +16,42 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's processes share the first one's
     os.environ["NANOINFER_CACHE"] = tempfile.mkdtemp(prefix="nanoinfer-tests-")
     atexit.register(shutil.rmtree, os.environ["NANOINFER_CACHE"], ignore_errors=True)
+os.environ["HF_HOME"] = os.path.join(os.environ["NANOINFER_CACHE"], "huggingface")  # no model of the user's
+if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and matplotlib need a home folder. no_home has none.
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=os.environ["NANOINFER_CACHE"])
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
-
 from hypothesis import HealthCheck, settings
-
-if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-    from tests.helpers import shape_checks
-
-    shape_checks.install()
-
-    def pytest_runtest_setup():
-        shape_checks.start_test()
-
-
-from tests.helpers import pooling_cases, precompiled, tiny_models, tool_cases
-
-precompiled.install()
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-torch.set_num_threads(1)  # pytest runs one process per core
+
+def pytest_configure(config):
+    """Prepare a process that runs tests. The one that only starts such processes (-n) imports no torch."""
+    if getattr(config.option, "numprocesses", None):
+        return
+    gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
+    torch.set_num_threads(1)  # pytest runs one process per core
+    if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
+        from tests.helpers import shape_checks
+
+        shape_checks.install()  # before the modules that it checks are imported
+    from tests.helpers import precompiled
+
+    precompiled.install()
+
+
+def pytest_runtest_setup():
+    if shape_checks := sys.modules.get("tests.helpers.shape_checks"):
+        shape_checks.start_test()
+
 
 collect_ignore = ["real"]  # `make test-real` names the folder, which is then collected
 
@@ -57,15 +68,37 @@ def pytest_collection_finish():
     """Exempt what was imported from garbage collection, each of which would examine torch and every test for 0.2 s of CPU."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # libraries check at exit that what they made was freed
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # libraries check at exit that what they made was freed
+def pytest_runtest_call(item):
+    """Lift the limit of faulthandler_timeout for tests that take minutes."""
+    if item.get_closest_marker("long"):
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_teardown():
+    """A command sets the level of its process's loggers (cli/main.py), which is a test's process here."""
+    for name in ("nanoinfer", "nanoinfer.fast.cpu.native"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def no_home(tmp_path, monkeypatch):
+    """As in a container whose user is only a number: no HOME, and the system does not know the user. In an empty folder."""
+    pwd = pytest.importorskip("pwd", reason="Windows has no such users")
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "NANOINFER_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def kernels():
     """Skip where the C++ kernels cannot be compiled."""
+    import torch
+
     from nanoinfer.errors import UnsupportedError
     from nanoinfer.fast.cpu.attention import KernelBackend
 
@@ -77,26 +110,36 @@ def kernels():
 
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory):
+    from tests.helpers import tiny_models
+
     return tiny_models.save("gpt2", tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture(scope="session")
 def qwen3_path(tmp_path_factory):
+    from tests.helpers import tiny_models
+
     return tiny_models.save("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def tools_path(tmp_path_factory):
+    from tests.helpers import tool_cases
+
     return tool_cases.save_checkpoint(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture(scope="session")
 def reranker_path(tmp_path_factory):
+    from tests.helpers import pooling_cases
+
     return pooling_cases.save_reranker(tmp_path_factory.mktemp("reranker"))
 
 
 @pytest.fixture(scope="session")
 def embedding_path(reranker_path, tmp_path_factory):
+    from tests.helpers import pooling_cases
+
     return pooling_cases.save_embedding(reranker_path, tmp_path_factory.mktemp("embedding") / "model")
 
 

@@ -93,7 +93,7 @@ class MessageInput:
     def __init__(self, complete: Callable[[str], list[str]]) -> None:
         """complete: returns possible completions of a line's last word, for the Tab key."""
         folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        self._history = Path(folder).expanduser() / "nanoinfer" / "chat_history"
+        self._history = Path(folder, "nanoinfer", "chat_history")
         if readline is not None:
             readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
             readline.set_history_length(MAX_HISTORY_LINES)
@@ -102,8 +102,8 @@ class MessageInput:
                 lambda _, index: [*complete(readline.get_line_buffer()[: readline.get_endidx()]), None][index]
             )
             readline.parse_and_bind("bind ^I rl_complete" if "libedit" in str(readline.__doc__) else "tab: complete")
-            with suppress(OSError):  # there is no history yet
-                readline.read_history_file(self._history)
+            with suppress(OSError, RuntimeError):  # there is no history yet, or the user has no home folder
+                readline.read_history_file(self._history.expanduser())
 
     def read(self) -> str | None:
         """Return the next message that is not empty. None: after Ctrl-D, or after Ctrl-C twice in a row."""
@@ -125,9 +125,10 @@ class MessageInput:
                 print_error(f"the line is not valid text ({error})")
             else:
                 if readline is not None:  # after every message, because a chat often ends when its window is closed
-                    with suppress(OSError):  # in a folder that cannot be written, the history ends with the process
-                        self._history.parent.mkdir(parents=True, exist_ok=True)
-                        readline.write_history_file(self._history)
+                    with suppress(OSError, RuntimeError):  # without a folder to write, the history ends with the process
+                        history = self._history.expanduser()
+                        history.parent.mkdir(parents=True, exist_ok=True)
+                        readline.write_history_file(history)
                 if message.strip():
                     return message
 

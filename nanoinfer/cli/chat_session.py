@@ -138,7 +138,7 @@ class ChatSession:
         """
         text = json.dumps(self._with_system(self.messages), ensure_ascii=False, indent=1)
         try:
-            Path(path).expanduser().write_bytes(text.encode())
+            _expanded(path).write_bytes(text.encode())
         except OSError as error:
             raise NanoinferError(f"cannot write {path} ({error.strerror}); give another path") from error
         note(f"(saved {len(self.messages)} messages in {path})")
@@ -149,7 +149,7 @@ class ChatSession:
         Raises: InvalidValueError if the file is not a conversation. The current conversation is then unchanged.
         """
         try:
-            messages = json.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
+            messages = json.loads(_expanded(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise InvalidValueError(f"cannot read {path} ({error.strerror}); give a file that /save wrote") from error
         except (ValueError, RecursionError) as error:
@@ -271,6 +271,14 @@ def _read_value(text: str) -> Any:
         return literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+
+
+def _expanded(path: str) -> Path:
+    """Return a path with the home folder in the place of ~."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # there is no such user, or this one has no home folder
+        raise InvalidValueError(f"{path} is in no home folder that is known; give another path") from error
 
 
 def _is_message(message: object) -> bool:

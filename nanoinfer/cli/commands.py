@@ -169,7 +169,7 @@ def complete_models(incomplete: str) -> list[str]:
     """Complete a model's name: bundled, or in the hub's cache. The shell completes paths."""
     from nanoinfer.loading.folders import bundled_models
 
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     cached = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
     return complete_from(*bundled_models(), *cached)(incomplete)

@@ -97,7 +97,7 @@ def cached_files(prefix_cache_dir: str | None) -> dict[str, list[Path]]:
         "packed weights": [*(cache / "packed").glob(packs.PATTERN)],
     }
     if prefix_cache_dir is not None:
-        kept[f"prefixes in {prefix_cache_dir}"] = [*Path(prefix_cache_dir).expanduser().glob(block_files.PATTERN)]
+        kept[f"prefixes in {prefix_cache_dir}"] = [*Path(os.path.expanduser(prefix_cache_dir)).glob(block_files.PATTERN)]
     return kept
 
 
@@ -173,6 +173,8 @@ def _machine(device: torch.device) -> dict[str, str]:
 
 def _folder(path: Path) -> str:
     """Describe a folder, and the space on its disk."""
+    if path.parts[0].startswith("~"):
+        return f"{path}, which CANNOT be found, because this user has no home folder; set HOME"
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     access = "" if os.access(existing, os.W_OK) else ", which CANNOT be written"
     return f"{path}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free{access}"

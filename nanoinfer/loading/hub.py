@@ -49,6 +49,10 @@ def download(model: str, revision: str | None, patterns: list[str]) -> Path:
 def _explain(error: Exception, model: str) -> tuple[str, str]:
     """Return why a hub's model cannot be downloaded, and a hint."""
     log_in = "`hf auth login`, or set HF_TOKEN"
+    if constants.HF_HUB_CACHE.startswith("~"):
+        return "the hub keeps models in the home folder, and this user has none", "set HF_HOME to a folder for models"
+    if isinstance(error, PermissionError):
+        return f"{shown(constants.HF_HUB_CACHE)} cannot be written", "set HF_HOME to a folder that can be"
     if isinstance(error, GatedRepoError):
         page = f"{constants.ENDPOINT}/{model}"
         return "it is gated, and this account has no access", f"accept its conditions at {page} and log in with {log_in}"

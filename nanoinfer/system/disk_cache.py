@@ -121,11 +121,11 @@ def private_folder(name: str | Path, setting: str) -> Path:
 
     Raises: InvalidValueError if it cannot be made, or belongs to others as well.
     """
-    folder = Path(name).expanduser()
     try:
+        folder = Path(name).expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the user has no home folder, or there is no such user
         reason = error.strerror if isinstance(error, OSError) else error  # without the path, which the message has
         raise InvalidValueError(f"{setting} must be a folder that can be made, got {shown(str(name))}: {reason}") from error
     if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):

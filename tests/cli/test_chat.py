@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import nanoinfer.llm
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.cli.chat_session import PARAMETERS, ChatSession, complete
+from nanoinfer.cli.chat_session import COMMANDS, PARAMETERS, ChatSession, complete
 from nanoinfer.cli.main import app
 from nanoinfer.cli.options import EngineOptions, check_chat_template
 from nanoinfer.errors import NanoinferError
@@ -187,6 +187,12 @@ def test_set_changes_one_parameter(session):
         assert session.params == replace(before, **{name: value}), command
 
 
+def test_help_lists_every_command(session, capsys):
+    session.handle("/help")
+    shown = capsys.readouterr().err
+    assert [name for name in COMMANDS if f"/{name}" not in shown] == []
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -206,6 +212,8 @@ def test_set_changes_one_parameter(session):
         ("/clear all", "write /clear, got '/clear all'"),
         ("/load /no/such/file", "cannot read /no/such/file"),
         ("/save /no/such/folder/file", "cannot write /no/such/folder/file"),
+        ("/load ~nobody-here/file", "~nobody-here/file is in no home folder that is known; give another path"),
+        ("/save ~nobody-here/file", "~nobody-here/file is in no home folder that is known; give another path"),
         ("/stats", "no statistics"),
         ("/retry", "no question to answer again"),
         ("\udcff", "not valid Unicode"),

@@ -111,3 +111,7 @@ def test_models_are_completed_from_the_package_and_the_hubs_cache(tmp_path, monk
     assert commands.complete_models("ti") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools"]
     assert commands.complete_models("") == ["tiny-gpt2", "tiny-qwen3", "tiny-tools", "owner/tiny"]
     assert commands.complete_models("/tmp") == []  # paths are the shell's
+
+
+def test_without_a_home_folder_models_of_the_package_are_completed(no_home):
+    assert commands.complete_models("tiny-q") == ["tiny-qwen3"]

@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from nanoinfer.cli import chat
 
 pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
 termios = pytest.importorskip("termios")
@@ -23,6 +26,13 @@ pytestmark = [
 UP, LEFT, CTRL_A, CTRL_C, CTRL_D = "\x1b[A", "\x1b[D", "\x01", "\x03", "\x04"
 PROMPT = "\x1b[?2004h>>> "  # readline turns bracketed paste on, and shows the prompt
 TIMEOUT = 120  # seconds. A busy machine is no failure.
+
+
+def test_without_a_home_folder_a_chat_reads_messages_and_keeps_no_history(no_home, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "readline", Mock())
+    monkeypatch.setattr(chat, "_input", lambda prompt: "Hello")
+    assert chat.MessageInput(lambda line: []).read() == "Hello"
+    assert not any(tmp_path.iterdir())
 
 
 def paste(text):

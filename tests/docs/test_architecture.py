@@ -113,6 +113,7 @@ def test_every_module_that_a_setting_of_the_tools_names_exists():
         assert [one for one in among.split(",") if not glob.glob(before + one + after, root_dir=root)] == []
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_60_lines():
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in ALL_FILES.items()}
     functions = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]

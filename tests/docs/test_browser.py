@@ -50,6 +50,7 @@ print(len(json.loads(browser.play_own_order(browser.ORDER, 0, 0, 0, 0, 0))["requ
 """
 
 
+@pytest.mark.slow
 def test_the_archive_of_the_site_needs_nothing_else(tmp_path):
     with zipfile.ZipFile(io.BytesIO(interactive.python_archive())) as archive:
         archive.extractall(tmp_path)

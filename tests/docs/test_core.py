@@ -25,6 +25,7 @@ ALWAYS += ("features/logprobs/token_logprobs.py", "features/training/loaded_weig
 # The other modules of the core have a file of their own name in the folder of tests that mirrors theirs.
 TESTED_IN = {
     "llm.py": "end_to_end/test_llm.py",
+    "engine/prompts.py": "end_to_end/test_llm.py",
     "execution/packing.py": "execution/test_forward_batch.py",
     "features/metrics/engine_metrics.py": "features/metrics/test_metrics.py",
     "features/chat/methods.py": "end_to_end/test_llm.py",

@@ -31,6 +31,7 @@ def commands(folder, *arguments):
     return done.stdout.replace("\\\n", "").splitlines()
 
 
+@pytest.mark.slow
 def test_only_torch_is_taken_from_pytorchs_index_and_another_python_makes_the_environment_anew(folder):
     assert not [line for line in commands(folder, "demo") if "-m venv" in line]
     assert f"{sys.executable} -m venv --clear .venv" in commands(folder, "demo", f"PYTHON={sys.executable}")

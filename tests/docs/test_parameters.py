@@ -46,6 +46,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_an_injected_parameter_is_found_everywhere_by_its_declaration_alone(tmp_path):
     pytest.importorskip("fastapi")
     parameter = 'injected_p: Annotated[float, Interval(ge=0, le=1), Option(), Doc("Injected to be found.")] = 0.0'

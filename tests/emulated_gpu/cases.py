@@ -10,6 +10,7 @@ A case returns its largest error as a share of the tolerance, which must be at m
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -18,11 +19,15 @@ from triton import jit, language
 from triton.language.extra import libdevice
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.attention.base import Attend, AttentionMetadata
+from nanoinfer.attention.kv_cache import KVCache
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights
-from tests.helpers.paged_cases import compare, in_float64
+from tests.emulated_gpu import writes
+from tests.emulated_gpu.step import FAMILIES, check_step
+from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -102,6 +107,18 @@ def check_rotate(dtype: torch.dtype) -> float:
     return largest
 
 
+def check_angles(dtype: torch.dtype) -> float:
+    """u * |out| + 8 e * |out|: cos and sin have the error of two units in the last place (4 e), and a product. Large angles."""
+    positions, inv_freq = torch.tensor([0, 7, 99_999]), 10_000.0 ** -torch.linspace(0, 1, 12)
+    cos, sin = fused_kernels.angles(positions, inv_freq, 1.25, dtype)
+    angle = (positions.float()[:, None] * inv_freq).double().repeat(1, 2)[:, None]
+    expected = 1.25 * angle.cos(), 1.25 * angle.sin()
+    return max(
+        share(out, exact, _rounded(dtype, exact) + 8 * _E * exact.abs())
+        for out, exact in zip((cos, sin), expected, strict=True)
+    )
+
+
 def check_far_rotate(dtype: torch.dtype) -> float:
     """As check_rotate, with offsets beyond 2^31. The memory between the rows is not touched."""
     x = torch.empty_strided((3, 1, 64), (2**30 + 64, 64, 1), dtype=dtype)
@@ -128,11 +145,13 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
     Gated: s of up times |silu(gate)|, plus s of the gate times 1.1 * |up| (silu' is below 1.1), plus what silu_mul has.
 
     Sizes are no multiples of the kernel's tiles, and there are more tiles than the kernel loads ahead. 5 rows have few inputs,
-    and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over.
+    and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over. Split: two programs
+    share the inputs of the others, a sum more, and the counters serve every launch.
     """
     tile, columns = linear_kernel.TILE, linear_kernel.COLUMNS
     sizes = ((linear_kernel.NUM_STAGES + 1) * tile + 80, 2 * columns + columns // 2)
-    gated, has_bias, has_residual = "gated" in option, "bias" in option, option == "residual"
+    gated, has_bias, has_residual = "gated" in option, "bias" in option, "residual" in option
+    arrivals = linear_kernel.Arrivals() if "split" in option else None
     generator, largest = _generator(), 0.0
     for num_rows, num_in, num_out, stride in ((1, *sizes, sizes[0]), (5, 300, columns + 1, 307), (16, *sizes, sizes[0])):
         shapes = (num_rows, stride), (2 * num_out, num_in), (2 * num_out,), (num_rows, num_out)
@@ -145,18 +164,56 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
             expected, terms = expected + added.double(), terms + added.double().abs()
         out = linear_kernel.few_rows_linear(
             x, weight, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
-            in_place=has_residual,
+            in_place=has_residual, arrivals=arrivals if num_in == sizes[0] else None,
         )  # fmt: skip
-        tolerance = terms * _sum_error(num_in + 1)
-        if gated:
-            (gate, up), (of_gate, of_up) = expected.chunk(2, -1), tolerance.chunk(2, -1)
-            silu = gate * torch.sigmoid(gate)
-            expected, tolerance = silu * up, 1.1 * up.abs() * of_gate + silu.abs() * of_up
-            tolerance += _gated_rounding(dtype, gate, expected)
-        else:
-            tolerance += _rounded(dtype, expected)
-        largest = max(largest, share(out, expected, tolerance))
+        tolerance = terms * _sum_error(num_in + 2)
+        largest = max(largest, share(out, *_finished(dtype, expected, tolerance, gated)))
     return largest
+
+
+def check_decode_linear(dtype: torch.dtype, option: str) -> float:
+    """As check_linear. With a norm its rounding is one more, u of each product, in any direction: 4 * u * sqrt(sum of squares).
+
+    1 row, and 3, of which each has the bits that it has alone, except in fp32. x and the residual are written in the step.
+    More inputs than a tile holds are read in several.
+    """
+    gated, has_bias, has_norm = "gated" in option, "bias" in option, "norm" in option
+    generator, largest = _generator(), 0.0
+    for num_in, num_out in ((300, 50), (decode_kernels._MAX_TILE + 452, 3)):
+        shapes = (3, num_in), ((1 + gated) * num_out, num_in), ((1 + gated) * num_out,), (num_in,), (3, num_out)
+        x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        weight *= num_in**-0.5
+        outs = []
+        for rows in (slice(0, 3), slice(1, 2)):
+            with writes.step():
+                given, added = x[rows].clone(), residual[rows].clone()
+                outs.append(
+                    decode_kernels.decode_linear(
+                        given, weight, bias if has_bias else None, norm=(scale, EPS) if has_norm else None, gated=gated,
+                        residual=None if gated else added, in_place=not gated,
+                    )
+                )  # fmt: skip
+        if dtype is not torch.float32 and not torch.equal(outs[0][1:2], outs[1]):
+            return float("inf")
+        given = _normed(x) * scale.double() if has_norm else x.double()
+        expected, terms = given @ weight.double().T, given.abs() @ weight.double().abs().T
+        tolerance = (
+            16 * _E * terms + 4 * ROUNDOFF[dtype] * (given.square() @ weight.double().square().T).sqrt() if has_norm else 0
+        )
+        for added in [bias] * has_bias + [residual] * (not gated):
+            expected, terms = expected + added.double(), terms + added.double().abs()
+        tolerance = tolerance + terms * _sum_error(num_in + 2)
+        largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, gated)))
+    return largest
+
+
+def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    """What becomes of a product's result and tolerance by the gate and the rounding."""
+    if not gated:
+        return expected, tolerance + _rounded(dtype, expected)
+    (gate, up), (of_gate, of_up) = expected.chunk(2, -1), tolerance.chunk(2, -1)
+    silu = gate * torch.sigmoid(gate)
+    return silu * up, 1.1 * up.abs() * of_gate + silu.abs() * of_up + _gated_rounding(dtype, gate, silu * up)
 
 
 @jit
@@ -246,6 +303,57 @@ def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Seq
         )  # fmt: skip
 
 
+class _DecodeAttention:
+    """decode_attention as a backend, with a rotation that changes nothing."""
+
+    layout = "NHD"
+
+    def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
+        metadata, arrivals = replace(metadata, block_tables=metadata.block_tables.int()), linear_kernel.Arrivals()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+            cos, sin = torch.ones(len(q), 1, q.shape[2], dtype=q.dtype), torch.zeros(len(q), 1, q.shape[2], dtype=q.dtype)
+            outs = []
+            for _ in range(2):  # the counters serve again
+                with writes.step():  # the product before it writes all three
+                    q, k, v = torch.cat((q, k, v), 1).split([q.shape[1], k.shape[1], k.shape[1]], 1)
+                    rotation = cos, sin, None, 0.0, None, 0.0
+                    outs.append(decode_kernels.decode_attention(cache, metadata, layer, q, k, v, rotation, arrivals, **options))
+            return outs[1]
+
+        return attend
+
+
+def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> float:
+    """As check_attention, of a step's decodes in one kernel, whose last programs merge."""
+    window, has_sinks = OPTIONS[option]
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare(
+            _DecodeAttention(), DECODES, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
+            window=window, has_sinks=has_sinks, tolerance=_tolerance,
+        )  # fmt: skip
+
+
+def check_drafts(dtype: torch.dtype) -> float:
+    """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
+    generator, lengths = _generator(), [(0, 70), (0, 20)]
+    metadata = metadata_for(lengths, 16, 8, generator)
+    cache = KVCache(
+        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
+    )
+    (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
+    new = torch.tensor([67, 68, 69, 89])
+    is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
+    cache.write(0, metadata.slot_mapping[is_old], k[is_old], v[is_old])
+    rows = replaced(
+        metadata, seq_lens=torch.tensor([68, 69, 70, 20]), block_tables=metadata.block_tables[[0, 0, 0, 1]],
+        slot_mapping=metadata.slot_mapping[new], num_decodes=4,
+    )  # fmt: skip
+    out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
+    parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
+    return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
+
+
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """u * |o| + a * (w + 2 * (S * g(head_dim + 2) + 2 R e + 4 e) + g(n + 4)), for each element of the output o.
 
@@ -285,13 +393,28 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
-        ("copy", check_copy),
+        ("copy", check_copy), ("angles", check_angles), ("drafts", check_drafts),
     )
     for name, dtype in DTYPES.items()
 } | {
     f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
     for name in ("bfloat16", "float16")  # fp32 is torch's
-    for option in ("plain", "bias", "residual", "gated", "gated with bias")
+    for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
+} | {
+    f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in ("residual", "norm and bias", "gated with norm")
+} | {
+    f"decode_attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: (
+        check_decode_attention(dtype, head_dim, option)
+    )
+    for name, dtype in DTYPES.items()
+    for head_dim in (64, 128, 256)
+    for option in OPTIONS
+} | {
+    f"step {family} {num_rows}": lambda family=family, num_rows=num_rows: check_step(family, num_rows, torch.bfloat16)
+    for family in FAMILIES
+    for num_rows in (1, 3, 6)
 } | {
     f"draw {rows}": lambda rows=rows: check_draw(rows) for rows in ("ties", "spread")
 } | {

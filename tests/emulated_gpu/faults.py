@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -35,6 +35,7 @@ class InPtx:
     Attributes:
         found: the kind of fault that the emulator raises, or "values" if the result is wrong.
         at: which occurrence, from 0.
+        arch: the architecture that it is compiled for.
     """
 
     kernel: str
@@ -43,6 +44,7 @@ class InPtx:
     found: str
     case: Callable[[], float] = lambda: attention("plain")
     at: int = 0
+    arch: int = 80
 
     def edit(self, ptx: str) -> str:
         match = list(re.finditer(self.pattern, ptx))[self.at]
@@ -55,6 +57,7 @@ class InSource:
 
     Attributes:
         hidden_from: a case that passes in the interpreter. None: the interpreter's tests see the fault.
+        arch: the architecture that it is compiled for.
     """
 
     module: ModuleType
@@ -63,6 +66,7 @@ class InSource:
     found: str
     case: Callable[[], float] = attention
     hidden_from: Callable[[], float] | None = None
+    arch: int = 80
 
     @contextmanager
     def injected(self) -> Iterator[None]:
@@ -96,6 +100,27 @@ def choose() -> float:
     return cases.check_choose("ties", torch.float32)
 
 
+def decode_linear(option: str = "gated with norm") -> float:
+    return cases.check_decode_linear(torch.bfloat16, option)
+
+
+def decode_attention() -> float:
+    return cases.check_decode_attention(torch.bfloat16, 64, "plain")
+
+
+def drafts() -> float:
+    return cases.check_drafts(torch.bfloat16)
+
+
+def step() -> float:
+    return cases.check_step("qwen3", 1, torch.bfloat16)
+
+
+_DEPENDS = r"griddepcontrol\.wait ;"  # what makes a kernel wait for those before it
+_LATER = _DEPENDS + r"(?s:(.*?))({})"
+_WAITS = "    if PDL:\n        gdc_launch_dependents()\n        gdc_wait()\n"
+_TOTAL = "    total = tl.zeros([ROWS, COLUMNS], tl.float32)\n"
+_ARRIVES = 'counter, 1, sem="acq_rel"'
 _BARRIER, _WAIT = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+\d;"
 _SHUFFLE = r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), {}, 31"
 _FOUR = r"\{[^}]*\}"  # registers
@@ -170,6 +195,79 @@ FAULTS: dict[str, InPtx | InSource] = {
     "choose: a NaN that the largest logit hides": InSource(
         draw_kernel, 'tl.where(logit < float("inf"), logit, float("inf"))', "logit", "values", choose
     ),
+    "PDL: no wait": InPtx("_decode_linear_kernel", _DEPENDS, "", "DependencyFault", decode_linear, arch=90),
+    "PDL: later kernels are started, and earlier ones not waited for": InPtx(
+        "_decode_linear_kernel", _DEPENDS, "griddepcontrol.launch_dependents ;", "DependencyFault", decode_linear, arch=90
+    ),
+    "PDL: a wait after the first activations": InPtx(
+        "_decode_linear_kernel", _LATER.format("shfl"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", decode_linear,
+        arch=90,
+    ),
+    "PDL: a wait after the rows are stored": InPtx(
+        "_decode_linear_kernel", _LATER.format("ret;"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", decode_linear,
+        arch=90,
+    ),
+    "PDL: a residual that is read with the weights": InSource(
+        decode_kernels, _WAITS + _TOTAL, _TOTAL + "    if residual is not None:\n        total += tl.load(residual)\n" + _WAITS,
+        "DependencyFault", lambda: decode_linear("residual"), arch=90,
+    ),
+    "PDL: weights that the step writes": InSource(
+        decode_kernels, "    scale, eps = norm or", "    weight.mul_(1)\n    scale, eps = norm or", "DependencyFault",
+        decode_linear, arch=90,
+    ),
+    "PDL: a launch whose kernel does not know": InSource(
+        decode_kernels, "*arguments, uses_pdl,", "*arguments, False,", "DependencyFault", decode_linear, arch=90
+    ),
+    "PDL: a program that ends before it waits": InSource(
+        decode_kernels, "    inside = columns < NUM_OUT\n",
+        "    inside = columns < NUM_OUT\n    if tl.program_id(0) == 1:\n        return\n", "DependencyFault", decode_linear,
+        arch=90,
+    ),
+    "PDL: programs without keys end before they wait": InSource(
+        decode_kernels, "    k_tile, v_tile =", "    if first_key > last_key:\n        return\n    k_tile, v_tile =",
+        "DependencyFault", decode_attention, arch=90,
+    ),
+    "PDL: queries that are read with the old keys": InPtx(
+        "_decode_attention_kernel", _LATER.format(r"atom\.global"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault",
+        step, arch=90,
+    ),
+    "decode_attention: a merge that nothing orders": InSource(
+        decode_kernels, _ARRIVES, 'counter, 1, sem="relaxed"', "RaceFault", decode_attention
+    ),
+    "decode_attention: an arrival that acquires nothing": InSource(
+        decode_kernels, _ARRIVES, 'counter, 1, sem="release"', "RaceFault", decode_attention
+    ),
+    "decode_attention: an arrival that releases nothing": InSource(
+        decode_kernels, _ARRIVES, 'counter, 1, sem="acquire"', "RaceFault", decode_attention, arch=90
+    ),
+    "decode_attention: an arrival that other programs do not see": InSource(
+        decode_kernels, _ARRIVES, 'counter, 1, sem="acq_rel", scope="cta"', "RaceFault", decode_attention
+    ),
+    "decode_attention: the last program but one merges": InSource(
+        decode_kernels, "== NUM_SPLITS - 1:\n        for head", "== NUM_SPLITS - 2:\n        for head", "RaceFault",
+        decode_attention,
+    ),
+    "decode_attention: a counter that is not reset": InSource(
+        decode_kernels, "        tl.store(counter, 0)\n", "", "values", decode_attention
+    ),
+    "decode_attention: the slots of drafts count as old keys": InSource(
+        decode_kernels, "num_old = tl.min(tl.where(is_seen, new_keys, seq_len), 0)", "num_old = seq_len", "RaceFault", drafts
+    ),
+    "decode_attention: a draft that does not see the one before it": InSource(
+        decode_kernels, "(new_keys < seq_len)", "(new_keys == seq_len - 1)", "RaceFault", drafts
+    ),
+    "decode_attention: the score of the new key without its scale": InSource(
+        decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+    ),
+    "decode_linear: a norm over the first tile": InSource(
+        decode_kernels, "_sum_of_squares(x + row * x_stride, NUM_IN, TILE)", "tl.sum(a * a, 0)", "values", decode_linear
+    ),
+    "linear: a sum over parts that nothing orders": InSource(
+        linear_kernel, 'sem="acq_rel"', 'sem="relaxed"', "RaceFault", linear("split residual")
+    ),
+    "linear: no barrier after fragments are put in shared memory": InPtx(
+        "_linear_kernel", r"(stmatrix[^;]*;(?s:.*?))bar\S+\s+[-0]\d*;", r"\1", "RaceFault", linear("gated"), arch=90
+    ),
 }  # fmt: skip
 
 
@@ -181,10 +279,10 @@ def found(name: str) -> str:
     fault = FAULTS[name]
     try:
         if isinstance(fault, InPtx):
-            with emulated_gpu({fault.kernel: fault.edit}):
+            with emulated_gpu({fault.kernel: fault.edit}, arch=fault.arch):
                 share_of_tolerance = fault.case()
         else:
-            with fault.injected(), emulated_gpu():
+            with fault.injected(), emulated_gpu(arch=fault.arch):
                 share_of_tolerance = fault.case()
     except Fault as error:
         print(error, file=sys.stderr)

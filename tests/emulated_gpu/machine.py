@@ -2,7 +2,7 @@
 
 In: a kernel (ptx.py), a grid, arguments and tensors (memory.py). Out: the tensors are written, or a `Fault` is raised.
 
-Each instruction is decoded once into a function of no arguments, which computes whole arrays. Every thread has its own next
+A block's instructions are decoded into functions of no arguments, which compute whole arrays. Every thread has its own next
 block. The first of these blocks in the kernel's order is executed next, by the threads that are there, so that threads that
 diverge meet again where their paths do. Programs share nothing in a launch, so several are emulated together. Arithmetic is
 IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keeps denormal numbers. The approximate `ex2`,
@@ -38,9 +38,10 @@ _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
+    "ltu": lambda a, b, out, where: np.copyto(out, ~(a >= b), where=where), "neu": np.not_equal,
 }  # fmt: skip
 _ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
-_CONVERSIONS = (["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
+_CONVERSIONS = (["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -62,7 +63,7 @@ def emulate(
 
     Raises:
         Fault: the kernel does what a GPU would not report.
-        NotImplementedError: an instruction that is not known.
+        NotImplementedError: a thread gets to an instruction that is not known.
     """
     x, y, z = (*grid, 1, 1)[:3]
     programs = np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)])
@@ -79,7 +80,7 @@ def emulate(
             shared = SharedMemory(
                 shared_size, cell, len(chosen), num_threads, lambda thread, first=first: who(first * num_threads + thread)
             )
-            Machine(kernel, chosen, first * num_threads, arguments, memory, shared, observe).run()
+            Machine(kernel, (x, y, z), chosen, first * num_threads, arguments, memory, shared, observe).run()
     memory.end()
 
 
@@ -109,8 +110,8 @@ class Machine:
     """
 
     def __init__(
-        self, kernel: Kernel, programs: NDArray, first_thread: int, arguments: Sequence[int | float], memory: GlobalMemory,
-        shared: SharedMemory, observe: Observe | None,
+        self, kernel: Kernel, grid: Sequence[int], programs: NDArray, first_thread: int, arguments: Sequence[int | float],
+        memory: GlobalMemory, shared: SharedMemory, observe: Observe | None,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.num_threads, self.num_lanes = kernel.num_threads, len(programs) * kernel.num_threads
@@ -121,10 +122,13 @@ class Machine:
         }
         self._all = np.arange(self.num_lanes)
         self._special = {name: programs.T[axis].repeat(self.num_threads).astype(np.uint32) for name, axis in _SPECIAL.items()}
+        self._special |= {
+            f"%nctaid.{axis}": np.full(self.num_lanes, size, np.uint32) for axis, size in zip("xyz", grid, strict=True)
+        }
         self._special["%tid.x"] = (self._all % self.num_threads).astype(np.uint32)
         self._parameters = dict(zip(kernel.parameters, arguments, strict=True))
         self._labels = kernel.labels
-        self._blocks = [[self._decode(instruction) for instruction in block] for block in kernel.blocks]
+        self._steps: list[list[Step] | None] = [None] * len(kernel.blocks)  # decoded when a thread first gets there
         self._next = np.zeros(self.num_lanes, np.int64)
         self.mask: bool | NDArray = True
         self.threads = self._all
@@ -135,7 +139,10 @@ class Machine:
             here = self._next == block
             self._next[here] = block + 1
             self._restrict(True if here.all() else here)
-            for step in self._blocks[block]:
+            steps = self._steps[block]
+            if steps is None:
+                steps = self._steps[block] = [self._decode(instruction) for instruction in self.kernel.blocks[block]]
+            for step in steps:
                 step()
         self._restrict(True)
         self.shared.meet(self.threads)
@@ -162,7 +169,10 @@ class Machine:
     # Operands
 
     def _register(self, name: str, dtype: type | None = None) -> NDArray:
-        prefix, number = re.fullmatch(r"(%\D+)(\d+)", name).groups()
+        found = re.fullmatch(r"(%\D+)(\d+)", name)
+        if not found:
+            raise NotImplementedError(f"the emulator does not know the register {name}")
+        prefix, number = found.groups()
         row = self.banks[prefix][int(number)]
         return row if dtype is None else row.view(dtype)
 
@@ -366,6 +376,9 @@ class Machine:
         if types == ["ftz", "sat", "f32", "f32"]:
             value = self._value(sources[0], np.float32)
             return self._copy(self._register(target, np.float32), lambda: np.fmax(np.fmin(value, np.float32(1)), np.float32(0)))
+        if types == ["rni", "ftz", "s32", "f32"]:
+            value = self._value(sources[0], np.float32)
+            return self._copy(self._register(target, np.int32), lambda: np.rint(value))
         rounded = types[0] in ("rn", "rzi")
         to, source_type = types[rounded:]
         sources = [self._value(source, _TYPES[source_type]) for source in sources]
@@ -384,6 +397,8 @@ class Machine:
 
     def _decode_mov(self, instruction: Instruction, types: list[str]) -> Step:
         target, source = instruction.operands
+        if target == "%SPL":  # the stack, which no block that is executed uses
+            return lambda: None
         if target.startswith("{"):
             scatter, value = self._scatter(target), self._register(source)
             prefix, rows = self._rows(target)

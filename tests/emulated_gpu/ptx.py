@@ -84,7 +84,7 @@ def parse(text: str) -> Kernel:
                 if kernel.blocks[-1]:
                     kernel.blocks.append([])
                 kernel.labels[line[:-1]] = len(kernel.blocks) - 1
-        elif line and not line.startswith("."):
+        elif line and line not in "{}" and not line.startswith("."):
             for part in line.rstrip(";").split(";"):
                 instruction = _instruction(part.strip(), number, source)
                 kernel.blocks[-1].append(instruction)

@@ -17,7 +17,11 @@ pytest.importorskip("triton")
 from tests.emulated_gpu.faults import FAULTS, InSource
 
 DTYPES = ["bfloat16", "float16", "float32"]
-NUM_LAUNCHES = {"attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 2, "choose": 6}  # of a case. Others have one
+NUM_LAUNCHES = {  # of a case. Others have one
+    "attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 2, "choose": 6, "decode_linear": 4, "decode_attention": 2,
+    "drafts": 2,
+}  # fmt: skip
+NUM_IN_STEP = {1: 24, 3: 24, 6: 40}  # by the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm
 
 
 def output_of(*arguments):
@@ -37,7 +41,8 @@ def check(*cases, archs=(80,), faults=(), rest=()):
     assert [result.get("case") or result["fault"] for result in results] == [*cases * len(archs), *faults]
     for result in results[:num_cases]:
         assert result["share_of_tolerance"] <= 1, result
-        assert result["num_launches"] == NUM_LAUNCHES.get(result["case"].split()[0], 1)
+        kernel, *_, last = result["case"].split()
+        assert result["num_launches"] == (NUM_IN_STEP[int(last)] if kernel == "step" else NUM_LAUNCHES.get(kernel, 1)), result
     assert {result["fault"]: result["found"] for result in results[num_cases:]} == {name: FAULTS[name].found for name in faults}
     return lines[len(results) :]
 
@@ -45,36 +50,45 @@ def check(*cases, archs=(80,), faults=(), rest=()):
 QUICK_FAULTS = [
     "decode: no wait for the keys", "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits",
     "store: a mask that is always true", "rms_norm: a weight that is read without its mask",
-    "rotate: an int32 offset that overflows",
+    "rotate: an int32 offset that overflows", "PDL: no wait", "decode_attention: a merge that nothing orders",
 ]  # fmt: skip
-
-
-BOTH = (
-    "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16", "linear bfloat16 gated",
-    "decode bfloat16 64 window and sinks", "choose ties bfloat16",
-)  # fmt: skip
 
 
 @pytest.mark.slow
 def test_every_kernel_computes_its_definition_without_a_race_and_injected_faults_are_found():
-    cases = (*BOTH, "attention bfloat16 64 window and sinks", "draw ties")
+    cases = (
+        "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16",
+        "attention bfloat16 64 window and sinks", "linear bfloat16 gated", "decode_linear float16 gated with norm",
+        "decode_attention bfloat16 64 window and sinks", "draw ties", "choose ties bfloat16",
+    )  # fmt: skip
     table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
 
 
 @pytest.mark.slow
 def test_the_kernels_of_a_decode_step_compute_their_definition_as_compiled_for_sm_90():
-    check(*BOTH, archs=(90,))
+    check("linear bfloat16 gated", "decode bfloat16 64 window and sinks", "choose ties bfloat16", "step qwen3 3", archs=(90,))
 
 
 ATTENTION = [f"{{}} {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks")]
-LINEAR = ("plain", "bias", "residual", "gated", "gated with bias")
+LINEAR = ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
 LONG = {  # what -> cases
-    "small kernels": [f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy")],
+    "small kernels": [
+        f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy", "angles")
+    ],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
+    "linear layers of the fewest rows": [
+        f"decode_linear {dtype} {option}" for dtype in DTYPES for option in ("residual", "norm and bias", "gated with norm")
+    ],
+    "drafts": [f"drafts {dtype}" for dtype in DTYPES],
+    "steps": [f"step {family} {num_rows}" for family in ("qwen3", "qwen2", "llama") for num_rows in (1, 3, 6)],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
     "offsets beyond 32 bits": ["far rotate bfloat16"],
-    **{f"decodes of {head_dim}": [case.format("decode", head_dim) for case in ATTENTION] for head_dim in (64, 128, 256)},
+    **{
+        f"{kernel} of {head_dim}": [case.format(kernel, head_dim) for case in ATTENTION]
+        for kernel in ("decode", "decode_attention")
+        for head_dim in (64, 128, 256)
+    },
 }
 
 

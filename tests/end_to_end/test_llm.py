@@ -23,6 +23,7 @@ import torch
 from nanoinfer import LLM, BeamSearchParams, Delta, Recorder, SamplingParams
 from nanoinfer.compat.vllm.neutral import NEUTRAL
 from nanoinfer.config import SchedulerConfig
+from nanoinfer.engine.prompts import TextPrompt, TokensPrompt
 from nanoinfer.errors import (
     CheckpointNotFoundError,
     InvalidPromptError,
@@ -33,8 +34,6 @@ from nanoinfer.errors import (
 )
 from nanoinfer.features.tracing import StepScheduled
 from nanoinfer.loading.checkpoint import BUNDLED
-from nanoinfer.outputs import Counter, Gauge
-from tests.helpers import tiny_models
 from tests.helpers.threads import run_in_threads
 from tests.helpers.tiny_models import assert_nothing_is_left
 
@@ -73,8 +72,8 @@ def copy_of_tiny_qwen3(path, without=()):
 def test_every_kind_of_prompt_gives_the_same_answer(llm):
     text = "Once upon a time"
     ids = llm.get_tokenizer()(text).input_ids
-    prompts = [text, ids, tuple(ids), [*map(numpy.int64, ids)], {"prompt": text}, {"prompt_token_ids": ids}]
-    prompts += [{"prompt": text, "prompt_token_ids": ids}, {"prompt": text, "prompt_token_ids": None}]
+    prompts = [text, ids, tuple(ids), [*map(numpy.int64, ids)], TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=ids)]
+    prompts += [{"prompt": text, "prompt_token_ids": ids, "cache_salt": "a"}, {"prompt": text, "prompt_token_ids": None}]
     alone = [output for prompt in prompts for output in generate(llm, prompt)]
     together = generate(llm, prompts)
     assert len(alone) == len(together) == len(prompts)
@@ -89,13 +88,6 @@ def test_every_kind_of_prompt_gives_the_same_answer(llm):
     assert [output.prompt for output in together] == [text, None, None, None, text, None, text, text]
 
 
-def test_a_list_of_ints_is_one_prompt_and_a_list_of_lists_is_several(ids_llm):
-    assert len(generate(ids_llm, [5, 6, 7], IDS)) == 1
-    assert len(generate(ids_llm, (5, 6, 7), IDS)) == 1
-    assert len(generate(ids_llm, [[5], [6], [7]], IDS)) == 3
-    assert generate(ids_llm, []) == ids_llm.generate([]) == []
-
-
 def test_outputs_stand_in_the_order_of_the_prompts_whoever_ends_first(ids_llm):
     prompts = [[i] for i in range(1, 21)]
     params = [SamplingParams(temperature=0, detokenize=False, max_tokens=40 - 2 * i) for i in range(20)]
@@ -104,6 +96,7 @@ def test_outputs_stand_in_the_order_of_the_prompts_whoever_ends_first(ids_llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
     assert outputs[0].metrics.finished_time > outputs[-1].metrics.finished_time
     assert len({output.request_id for output in outputs}) == 20
+    assert generate(ids_llm, []) == ids_llm.generate([]) == []
 
 
 def test_generate_shows_tokens_per_second_unless_told_not_to(llm, capsys):
@@ -471,32 +464,6 @@ def test_an_assignment_does_not_change_a_request_that_runs(llm):
 # ---- metrics and defaults
 
 
-def test_the_counters_are_those_of_the_requests(qwen3_path):
-    llm = LLM(qwen3_path, kv_cache_memory=MEMORY, block_size=4)
-
-    def metrics():
-        numbers = [metric for metric in llm.get_metrics() if isinstance(metric, Counter | Gauge)]
-        return {metric.name.removeprefix("vllm:"): metric.value for metric in numbers}
-
-    assert set(metrics().values()) == {0}
-    generate(llm, [[5] * 10], IDS)
-    stream = llm.stream([5] * 10, IDS)
-    next(stream)
-    waiting = llm.engine.add_request([6], IDS)
-    now = metrics()
-    assert (now["num_requests_running"], now["num_requests_waiting"]) == (1, 1)
-    assert now["kv_cache_usage_perc"] == pytest.approx(3 / llm.engine.block_manager.num_blocks)
-    assert (now["prompt_tokens"], now["generation_tokens"]) == (20, 13)
-    assert (now["prefix_cache_queries"], now["prefix_cache_hits"], now["num_preemptions"]) == (20, 8, 0)
-    llm.abort(waiting.request_id)
-    stream.close()
-    after = metrics()
-    assert after == now | {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
-    llm.embed([5] * 10, use_tqdm=False)
-    llm.compute_logprobs([[5] * 10])
-    assert metrics() == after | {"prompt_tokens": 40}, "they generate nothing, and look nothing up in the cache"
-
-
 def test_speculation_is_counted(qwen3_path):
     llm = LLM(qwen3_path, kv_cache_memory=MEMORY, speculative_config={"method": "ngram", "adaptive": False})
     generate(llm, [[5, 6, 7] * 9], SamplingParams(max_tokens=20, temperature=0, detokenize=False))
@@ -795,24 +762,6 @@ def test_four_threads_at_every_entry_point_are_served_or_refused_and_leave_nothi
     assert sum(num_served) > 0
     assert_nothing_is_left(llm)
     assert answer(llm, "Once upon a time") == expected
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_prompt_that_fails_leaves_nothing_behind_that_others_could_meet(backend, tmp_path):
-    """A NaN in the embedding: its keys and values stay in the blocks, and the blocks go to others."""
-    model = tiny_models.build("qwen3")
-    with torch.no_grad():
-        model.model.embed_tokens.weight[7] = float("nan")
-    model.save_pretrained(tmp_path)
-    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
-    good = [[3] * 20, [5] * 20, [9] * 60, [5] * 40]
-    expected = [answer(llm, prompt, IDS).token_ids for prompt in good]
-    llm = LLM(tmp_path, attention_backend=backend, kv_cache_memory=2**16, block_size=8)
-    for _ in range(2):
-        failed = answer(llm, [5] * 20 + [7] + [3] * 30, IDS)
-        assert (failed.finish_reason, failed.token_ids) == ("error", [])
-        assert [answer(llm, prompt, IDS).token_ids for prompt in good] == expected
-    assert_nothing_is_left(llm)
 
 
 def test_without_chunked_prefill_a_prompt_is_computed_in_one_step():

@@ -55,10 +55,10 @@ TWO_RANKS = [1, pytest.param(2, marks=pytest.mark.long)]
     "settings",
     [
         {},
-        {"dtype": "bfloat16", "enforce_eager": True},
+        pytest.param({"dtype": "bfloat16", "enforce_eager": True}, marks=pytest.mark.long),
         {"kv_cache_dtype": "int8", "attention_backend": "reference", "chunk_size": 16},
         {"batch_invariant": True, "speculative_config": {"method": "ngram"}},
-        {"dtype": "bfloat16", "tensor_parallel_size": 2},
+        pytest.param({"dtype": "bfloat16", "tensor_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param({"enforce_eager": True, "tensor_parallel_size": 2}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -136,9 +136,7 @@ def test_one_changed_number_in_the_weights_is_another_model(load, paths):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}, {"tensor_parallel_size": 2}],
-    ids=str,
+    "settings", [{}, {"quantization": "int8", "dtype": "bfloat16", "enforce_eager": True}, {"tensor_parallel_size": 2}], ids=str
 )
 def test_weights_behind_the_last_keys_count_too(load, tmp_path, settings):
     """No key or value of a probe shows them. Of two ranks, only the second one has these."""
@@ -220,10 +218,10 @@ def test_a_folder_that_cannot_be_one_and_one_without_prefix_caching_are_refused(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("mistral_window", {}),
+        pytest.param("mistral_window", {}, marks=pytest.mark.long),
         ("gemma3_window", {"kv_cache_memory": 2**17}),
         ("qwen3_5", {"kv_cache_memory": 2**17}),
-        ("qwen3_5", {}),
+        pytest.param("qwen3_5", {}, marks=pytest.mark.long),
         pytest.param("gemma3_window", {"kv_cache_memory": 2**16, "tensor_parallel_size": 2}, marks=pytest.mark.long),
     ],
     ids=str,

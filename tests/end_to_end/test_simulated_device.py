@@ -138,7 +138,7 @@ def run_random_requests(family, path, num_requests):
 @pytest.mark.parametrize(
     ("family", "num_requests"),
     [
-        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family not in ("gpt_oss_window", "qwen3_5")))
+        pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family != "gpt_oss_window"))
         for family in FAMILIES
         for num in (7, 100)
     ],

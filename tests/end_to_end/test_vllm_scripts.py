@@ -120,10 +120,7 @@ def test_a_vllm_script_runs_with_only_its_imports_changed_or_as_its_row_says(nam
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_script_needs_that_is_not_there_is_refused_with_a_hint(name):
     names = {"LLM": LLM, "AsyncLLM": AsyncLLM, "EngineArgs": nanoinfer.EngineArgs}
-    for source, imported in (
-        ("nanoinfer.config", "KVTransferConfig"),
-        ("nanoinfer.benchmarks.datasets", "get_samples"),
-    ):
+    for source, imported in (("nanoinfer.config", "KVTransferConfig"), ("nanoinfer.benchmarks.datasets", "get_samples")):
         exec(f"from {source} import {imported}", names)
     with pytest.raises(NanoinferError) as caught:
         eval(REFUSED[name], names)

@@ -28,7 +28,7 @@ READ = "sampler.read"  # the sampled tokens
 EXPERTS = "qwen_moe.sum_of_experts"  # how many tokens each expert has
 # family -> its number of layers with experts, of two in all. Those after the third are slow, and the last three repeat others.
 FAMILIES = {
-    "gpt2": 0, "qwen3": 0, "qwen3_moe": 2, "gpt_oss_window": 2, "gemma3_window": 0, "qwen3_5": 0, "llama": 0, "qwen2": 0,
+    "qwen3": 0, "qwen3_moe": 2, "gpt_oss_window": 2, "qwen3_5": 0, "gpt2": 0, "gemma3_window": 0, "llama": 0, "qwen2": 0,
     "mistral_window": 0,
 }  # fmt: skip
 SMALLER = {
@@ -95,7 +95,7 @@ def generating(sampling, **options):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=[pytest.mark.slow] * (i > 2) + [pytest.mark.long] * (i > 5))
+        pytest.param(family, marks=[pytest.mark.slow] * (i > 1) + [pytest.mark.long] * (i > 3))
         for i, family in enumerate(FAMILIES)
     ],
 )

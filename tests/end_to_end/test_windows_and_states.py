@@ -32,20 +32,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=NUM_NEW, logprobs=0, detokeniz
 PROMPTS = [tiny_models.random_ids(random.Random(length), length) for length in (1, 7, WINDOW - 1, WINDOW + 9, 4 * WINDOW + 3)]
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
 WAYS = {
-    "kernels": {},
     "few blocks": {},
+    "kernels": {},
     "eager": {"enforce_eager": True},
     "reference": {"attention_backend": "reference"},
     "drafts": {"speculative_config": NGRAM},
 }
-FAMILIES = {  # and the ways that the tests take by default. All take kernels and few blocks
+FAMILIES = {  # and the ways that the tests take by default. All take few blocks
     "mistral_window": [],
     "qwen3_window": ["drafts"],
-    "gemma3_window": ["eager", "reference"],
-    "gpt_oss_window": ["reference"],
-    "qwen3_5": ["eager", "drafts"],
+    "gemma3_window": ["kernels", "eager", "reference"],
+    "gpt_oss_window": ["kernels", "reference"],
+    "qwen3_5": ["kernels", "eager", "drafts"],
     "qwen3_5_moe": [],
-    "qwen3_next": [],
+    "qwen3_next": ["kernels"],
 }
 ONE_OF_EACH = ["gemma3_window", "qwen3_5"]
 
@@ -93,7 +93,7 @@ def tight(path, **settings):
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        pytest.param(family, way, marks=[pytest.mark.long] * (i > 1 and way not in chosen))
+        pytest.param(family, way, marks=[pytest.mark.long] * (i > 0 and way not in chosen))
         for family, chosen in FAMILIES.items()
         for i, way in enumerate(WAYS)
     ],

@@ -1,18 +1,15 @@
 """LLMEngine.step() with an Executor that has no model: what is launched when, and what becomes of the tokens."""
 
 import random
-import time
 
 import pytest
 
 from nanoinfer import SamplingParams
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import SequenceOutput
 from nanoinfer.features.metrics.engine_metrics import EngineMetrics
 from tests.helpers.fake_executor import FakeExecutor
-from tests.helpers.threads import run_in_threads
 
 
 def engine_for(executor, *, is_async=False, **scheduler):
@@ -125,35 +122,3 @@ def test_random_requests_end_right_and_lose_no_block():
         for request in requests:
             first, length = request.output.prompt_token_ids[-1] + 1, request.sequences[0].params.max_tokens
             assert all(answer.token_ids == list(range(first, first + length)) for answer in request.output.outputs)
-
-
-def test_four_threads_are_served_or_refused_and_leave_nothing_behind():
-    """A second thread's step waits or is refused. Its requests are submitted and aborted between steps."""
-
-    class Slow(FakeExecutor):
-        def collect(self, step):
-            time.sleep(0.0005)
-            return super().collect(step)
-
-    engine = engine_for(Slow())
-    unexpected, num_served, num_refused = [], [0] * 4, [0] * 4
-
-    def work(thread):
-        for _ in range(100):
-            request = engine.add_request([thread], params(max_tokens=3))
-            try:
-                while request.output is None:
-                    engine.step()
-                num_served[thread] += 1
-            except NanoinferError:
-                num_refused[thread] += 1
-            except BaseException as error:  # whatever it is, the test must see it
-                unexpected.append(error)
-            finally:
-                engine.abort(request.request_id)
-
-    run_in_threads(work)
-    assert unexpected == []
-    assert sum(num_served) > 0
-    last = engine.add_request([7], params(max_tokens=2))
-    assert finish(engine, last)[0].token_ids == [8, 9]

@@ -59,11 +59,7 @@ class OwnBackend(CPUBackend):
 
 @pytest.mark.parametrize(
     ("owner", "name", "settings"),
-    [
-        (QwenForCausalLM, "forward", {}),
-        (KernelBackend, "prefill", {}),
-        (OwnBackend, "decode", {"attention_backend": "own"}),
-    ],
+    [(QwenForCausalLM, "forward", {}), (KernelBackend, "prefill", {}), (OwnBackend, "decode", {"attention_backend": "own"})],
 )
 def test_a_model_or_an_attention_whose_rows_depend_on_the_batch_is_found_out(qwen3_path, monkeypatch, owner, name, settings):
     monkeypatch.setitem(BACKENDS, "own", OwnBackend)

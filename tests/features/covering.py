@@ -46,11 +46,7 @@ FACTOR_OF = {value: factor for factor, values in FACTORS.items() for value in va
 FEATURES = tuple(FACTOR_OF)
 
 # What a feature needs of another factor, for a pair that does not say it. A pair is tried with these and the first values.
-NEEDS = {
-    "drafts: MTP": {"model": "states"},
-    "int8": {"dtype": "bfloat16"},
-    "int4": {"dtype": "bfloat16"},
-}
+NEEDS = {"drafts: MTP": {"model": "states"}, "int8": {"dtype": "bfloat16"}, "int4": {"dtype": "bfloat16"}}
 # What an error may call a feature. Both features of a refused pair must be in its error.
 NAMES = {
     "full attention": ("QwenForCausalLM",),

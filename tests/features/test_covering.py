@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 REFUSALS = known_refusals()
 RUNS = known_runs()
-NOW = with_most_pairs(RUNS, 5)  # all of them take minutes
+NOW = with_most_pairs(RUNS, 4)  # all of them take minutes
 RENEW = f"renew the table: {COMMAND}"
 # Features that change the answers, and whose absence the comparison must find.
 CHANGING = ["adapter per request", "structured output", "required calls", "n > 1", "own stages", "own processors"]

@@ -36,20 +36,20 @@ INJECTED = {
     "scheduling/pool.py": [("empty blocks are a stack", "self.empty.popleft()", "self.empty.pop()")],
     "features/hybrid/prefix_index.py": [("a hit is a block shorter", "range(len(keys), 0, -1)", "range(len(keys) - 1, 0, -1)")],
     "features/hybrid/block_manager.py": [
-        ("the first blocks are freed first", "zip(*map(reversed, tables), strict=True)", "zip(*tables, strict=True)"),
+        ("the first blocks are freed first", "zip(*map(reversed, tables), strict=True)", "zip(*tables, strict=True)")
     ],
     "features/hybrid/state_slots.py": [
-        ("the newest checkpoint is taken", "next(iter(self.pool.reusable))", "next(reversed(self.pool.reusable))"),
+        ("the newest checkpoint is taken", "next(iter(self.pool.reusable))", "next(reversed(self.pool.reusable))")
     ],
     "features/disk_cache/stored_blocks.py": [
-        ("the store loses the start of a prompt", "for key, _ in reversed(prefix)", "for key, _ in prefix"),
+        ("the store loses the start of a prompt", "for key, _ in reversed(prefix)", "for key, _ in prefix")
     ],
     "scheduling/policies.py": [
         (
             "the oldest of equals is preempted",
             "max(reversed(running), key=lambda seq: seq.priority)",
             "max(running, key=lambda seq: seq.priority)",
-        ),
+        )
     ],
 }
 CHANGES = changes_of(INJECTED)

@@ -21,10 +21,7 @@ def shape(**fields):
 MADE = {"id": str, "created": int, "model": str}
 USAGE = {"prompt_tokens": int, "completion_tokens": int, "total_tokens": int, "prompt_tokens_details": shape(cached_tokens=int)}
 REASONING = shape(reasoning_tokens=int)
-OF_PROMPT = {
-    "prompt_token_ids": NotRequired[list[int]],
-    "prompt_logprobs": NotRequired[list[dict[str, Logprob] | None]],
-}
+OF_PROMPT = {"prompt_token_ids": NotRequired[list[int]], "prompt_logprobs": NotRequired[list[dict[str, Logprob] | None]]}
 OF_CHOICE = {
     "index": int,
     "finish_reason": Literal["stop", "length", "repetition", "tool_calls"],
@@ -42,10 +39,7 @@ CHAT_CHOICE = shape(**OF_CHOICE, message=MESSAGE, logprobs=CHAT_LOGPROBS | None)
 CHAT_USAGE = shape(**USAGE, completion_tokens_details=REASONING)
 CHAT = shape(**MADE, **OF_PROMPT, object=Literal["chat.completion"], choices=list[CHAT_CHOICE], usage=CHAT_USAGE)
 LOGPROBS = shape(
-    tokens=list[str],
-    token_logprobs=list[float | None],
-    top_logprobs=list[dict[str, float] | None],
-    text_offset=list[int],
+    tokens=list[str], token_logprobs=list[float | None], top_logprobs=list[dict[str, float] | None], text_offset=list[int]
 )
 CHOICE = shape(**OF_CHOICE, **OF_PROMPT, text=str, logprobs=LOGPROBS | None)
 COMPLETION = shape(**MADE, object=Literal["text_completion"], choices=list[CHOICE], usage=shape(**USAGE))

@@ -26,12 +26,7 @@ _QWEN = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,

@@ -61,7 +61,7 @@ KERNELS = {
     "rounding": DRIVERS["rounding"],
 }
 # A pair takes 5 s of CPU, most of which are the compilers'.
-BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM"), ("rounding", "AVX2")]
+BY_DEFAULT = [("layers", "no FMA"), ("sampling", "ARM")]
 CASES = [
     pytest.param(
         KERNELS[name], TARGETS[target], id=f"{name}, {target}", marks=[] if (name, target) in BY_DEFAULT else [pytest.mark.long]

@@ -81,7 +81,7 @@ def by_default(*quick, among=DRIVERS):
     return pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in quick)) for n in among])
 
 
-@by_default("paged_decode", "rounding")
+@by_default("paged_decode")
 def test_the_sanitizers_report_nothing_and_no_result_depends_on_the_number_of_threads(name):
     check(DRIVERS[name], "short", *SANITIZED)
 
@@ -92,7 +92,7 @@ def test_no_team_has_a_data_race(name):
 
 
 # The kernels have instructions of their own, which are not instrumented. test_instruction_counts.py runs the same programs.
-@by_default("dense_linear", "paged_decode", among=[name for name, driver in DRIVERS.items() if driver.counted_rows])
+@by_default("dense_linear", among=[name for name, driver in DRIVERS.items() if driver.counted_rows])
 def test_no_kernel_as_it_is_used_touches_the_page_behind_its_memory(name):
     check(DRIVERS[name], "short", *GUARDED, *ONE_TARGET)
 

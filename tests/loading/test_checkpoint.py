@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -70,6 +71,19 @@ def test_a_folder_of_the_users_goes_before_the_box(folder, monkeypatch):
 def test_a_model_that_is_not_there_is_refused_with_what_to_try(model, sentence):
     with pytest.raises(CheckpointNotFoundError, match=sentence):
         Checkpoint.open(model)
+
+
+def test_without_a_home_folder_or_one_to_write_a_model_of_the_hub_is_refused_with_hf_home(no_home, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")  # as of a process without one
+    words = "keeps models in the home folder, and this user has none; set HF_HOME to a folder for models, or use a folder"
+    with pytest.raises(CheckpointNotFoundError, match=words):
+        Checkpoint.open("owner/name")
+    with pytest.raises(CheckpointNotFoundError, match=r"cannot be used as a folder .Could not determine home directory"):
+        Checkpoint.open("~/model")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/nonexistent")
+    monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=PermissionError(13, "Permission denied", "/nonexistent")))
+    with pytest.raises(CheckpointNotFoundError, match="'/nonexistent' cannot be written; set HF_HOME to a folder that can be"):
+        Checkpoint.open("owner/name")
 
 
 def test_a_near_miss_of_a_folder_or_of_a_cached_model_is_suggested(folder, monkeypatch):

@@ -106,10 +106,7 @@ def replaced(**values):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            lambda config: config["n_embd"],
-            "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the",
-        ),
+        (lambda config: config["n_embd"], "Own.Config.from_hf fails on .* .KeyError: 'n_embd'.; correct the class, or the"),
         (lambda config: None, "from_hf fails on .* .TypeError: it returns None, not a dataclass with num_hidden_layers"),
         (replaced(head_dim=-8), "head_dim of Own.Config, read from .*, must be a number >= 1 .*, got -8; correct its from_hf"),
         (replaced(num_key_value_heads=3), "num_attention_heads of Own.Config, read from .*, must be a multiple of"),

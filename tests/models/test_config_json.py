@@ -317,10 +317,7 @@ def test_a_hundred_variants_of_config_json_give_transformers_logits_or_are_refus
 
 @pytest.mark.parametrize(
     ("architecture", "read_differently"),
-    [
-        ("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}),
-        ("GPT2LMHeadModel", {"layer_norm_epsilon": 1e-2}),
-    ],
+    [("Qwen3_5MoeForCausalLM", {"norm_topk_prob": False}), ("GPT2LMHeadModel", {"layer_norm_epsilon": 1e-2})],
 )
 def test_the_comparison_notices_a_field_that_is_read_differently(architecture, read_differently, tmp_path, monkeypatch):
     base = Base(architecture, tmp_path)

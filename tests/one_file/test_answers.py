@@ -30,7 +30,10 @@ def engine():
     return load()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LONG = "gpt2_untied", "qwen2_tied"  # another head than that of a family which runs by default
+
+
+@pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES])
 def test_mixed_requests_have_the_answers_of_the_package(engine, family, tmp_path):
     """With few blocks and small chunks. Random parameters, several answers, stop strings: compare.py asks more of them."""
     folder, asked = save(family, tmp_path), requests(14, seed=3)

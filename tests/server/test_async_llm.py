@@ -243,11 +243,7 @@ def test_a_second_event_loop_and_a_thread_that_has_ended_are_refused():
 def test_an_error_of_an_argument_or_of_loading_is_raised_by_the_constructor():
     for arguments, error, message in (
         ({"model": "./nowhere"}, errors.CheckpointNotFoundError, "there is no folder './nowhere'"),
-        (
-            {"max_num_seq": 3},
-            errors.InvalidTypeError,
-            "has no argument 'max_num_seq'; did you mean max_num_seqs?",
-        ),
+        ({"max_num_seq": 3}, errors.InvalidTypeError, "has no argument 'max_num_seq'; did you mean max_num_seqs?"),
         ({"max_num_seqs": 0}, errors.InvalidValueError, "max_num_seqs must be >= 1, got 0"),
         ({"pipeline_parallel_size": 2}, errors.InvalidValueError, "pipeline_parallel_size=2 is not supported"),
         ({"max_num_queued_requests": -1}, errors.InvalidValueError, "max_num_queued_requests must be >= 0, got -1"),

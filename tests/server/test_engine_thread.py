@@ -99,6 +99,21 @@ def test_a_function_is_called_in_the_thread_and_its_error_is_the_callers(thread,
     assert (thread.error, thread.call(lambda: "works").result(120)) == (None, "works")
 
 
+def test_a_dead_engine_fails_every_request(thread, published, hold, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(thread.engine.executor, "launch", broken)
+    for number, request_id in enumerate(("first", "second"), start=1):
+        thread.submit(prepared(thread, [number]), request_id)
+    hold.set()
+    assert {answer.finish_reason for answer in published.wait_for("first", "second")} == {"error"}
+    for request_id in ("third", "fourth"):
+        thread.submit(prepared(thread, [3]), request_id)
+        [answer] = published.wait_for(request_id)
+    assert thread.error == answer.error == "3 steps in a row have failed: RuntimeError: no device"
+
+
 @pytest.fixture
 def log(thread, published, monkeypatch):
     """What the thread has done: "step", ("published", ids) and whatever a test's commands append. It begins with a step.

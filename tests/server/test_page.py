@@ -315,7 +315,10 @@ def test_a_base_model_continues_the_text_and_another_model_has_no_examples(visit
         assert page.input_value("#input") == ""
 
 
-@pytest.mark.parametrize(("scheme", "color"), [("light", "rgb(244, 244, 241)"), ("dark", "rgb(20, 22, 26)")])
+SCHEMES = [pytest.param("light", "rgb(244, 244, 241)", marks=pytest.mark.long), ("dark", "rgb(20, 22, 26)")]
+
+
+@pytest.mark.parametrize(("scheme", "color"), SCHEMES)
 def test_the_page_is_readable_and_narrow_enough_for_a_telephone(guarded, visit, scheme, color):
     page = visit(guarded, color_scheme=scheme, viewport={"width": 360, "height": 640})
     set_parameters(page, seed=3)

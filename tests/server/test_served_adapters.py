@@ -147,6 +147,7 @@ def test_wrong_modules_end_the_start_with_a_sentence(folders):
     engine = EngineOptions(model="tiny-qwen3", kv_cache_memory=2**22)
     for given, sentence in (
         ({"lora_modules": [f"first={folders / 'first'}"]}, "^--lora-modules and --enable-lora-update need --enable-lora"),
+        ({"cache_salt_by_key": True}, "^--cache-salt-by-key has no effect without API keys"),
         ({"enable_lora_update": True}, "need --enable-lora; add it, or leave them out"),
         ({"enable_lora": True, "lora_modules": ["first=/no/such/folder"]}, "^there is no folder '/no/such/folder'"),
     ):

@@ -41,22 +41,29 @@ def token_ids(server, body=BODY):
     return response.json()["choices"][0]["token_ids"]
 
 
+@pytest.fixture
+def own(server):
+    """The tokens of the model's own weights, which the server has again, and their version."""
+    server.async_llm.llm.update_weights(load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors").items())
+    return token_ids(server), server.async_llm.engine.weights_version
+
+
 @pytest.mark.slow
-def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
+def test_the_weights_of_a_folder_answer_after_a_pause(server, folder, own):
     assert server.get("/get_world_size").json() == {"world_size": 1}
-    before, long_answer = token_ids(server), []
+    (before, version), long_answer = own, []
     thread = threading.Thread(target=lambda: long_answer.extend(token_ids(server, LONG)))
     with limited_steps(server.async_llm.engine, 5):
         thread.start()
         server.wait_until_busy()
-    assert server.post("/pause", {}).json() == {"weights_version": 0, "is_paused": True}
+    assert server.post("/pause", {}).json() == {"weights_version": version, "is_paused": True}
     thread.join(60)
     assert len(long_answer) == 200, "what runs is answered to the end"
     refused = server.post("/v1/completions", BODY)
     assert (refused.status_code, "call resume() first" in refused.text) == (503, True)
     assert server.get("/health").status_code == 200
-    assert server.post("/update_weights", {"path": folder}).json() == {"weights_version": 1, "is_paused": True}
-    assert server.post("/resume", {}).json() == {"weights_version": 1, "is_paused": False}
+    assert server.post("/update_weights", {"path": folder}).json() == {"weights_version": version + 1, "is_paused": True}
+    assert server.post("/resume", {}).json() == {"weights_version": version + 1, "is_paused": False}
     after = token_ids(server)
     assert after != before
     for path in (folder + "/nowhere", "x" * 10_000):
@@ -68,20 +75,19 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder):
 
 
 @pytest.mark.slow
-def test_the_tensors_of_a_file_replace_weights_and_what_does_not_fit_changes_nothing(server, folder, tmp_path):
+def test_the_tensors_of_a_file_replace_weights_and_what_does_not_fit_changes_nothing(server, folder, own, tmp_path):
     name, file = "model.norm.weight", tmp_path / "some.safetensors"
     trained = load_file(folder + "/model.safetensors")
-    server.async_llm.llm.update_weights(load_file(Checkpoint.open("tiny-qwen3").path / "model.safetensors").items())
-    version, own = server.async_llm.engine.weights_version, token_ids(server)
+    before, version = own
     cut = save({name: trained[name][:-1]})
     for content, words in ((b"not a file of tensors", "truncated or corrupted"), (cut, "misshaped")):
         file.write_bytes(content)
         response = server.post("/update_weights", {"path": str(file)})
         assert (response.status_code, words in response.text) == (400, True), response.text
-    assert token_ids(server) == own
+    assert token_ids(server) == before
     file.write_bytes(save({name: trained[name]}))
     assert server.post("/update_weights", {"path": str(file)}).json() == {"weights_version": version + 1, "is_paused": False}
-    assert token_ids(server) != own
+    assert token_ids(server) != before
     octets = {"Content-Type": "application/octet-stream"}
     assert server.post("/update_weights", content=b"{}", headers=octets).status_code == 415
 

@@ -141,7 +141,8 @@ def _digest(content: bytes) -> str:
 
 
 def _name(source: Path, *made_with: str) -> str:
-    """Return a library's name, which has a digest of its sources and of what they are compiled with."""
+    """Return a library's name, which has a digest of its sources and of what they are compiled with, not of their folder."""
+    made_with = tuple(part for part in made_with if part != str(HEADERS))
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted({*source.parent.glob("*.h"), *HEADERS.glob("*.h")}))]
     return f"{source.stem}-{_digest(chr(0).join([*made_with, *texts]).encode())}"
 
@@ -153,7 +154,7 @@ def _log(level: int, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for everything that is kept for this machine."""
+    """Return the folder for everything that is kept for this machine. It begins with ~ if the user has no home folder."""
     given = os.environ.get("NANOINFER_CACHE")
     return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoinfer"))
 
@@ -188,8 +189,7 @@ class Level(NamedTuple):
 
     def name_of(self, source: Path, *definitions: str) -> str:
         """Return the name of a library. Those of other sources, options or definitions have another name."""
-        made_with = *OPTIONS[:-1], *self.options, *sorted(definitions)  # without the folder of the headers
-        return _name(source, *made_with)
+        return _name(source, *OPTIONS, *self.options, *sorted(definitions))
 
 
 _V3 = "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"

@@ -1,8 +1,10 @@
 """A kernel is compiled once per machine, whatever happens to its file, and a failure has the compiler's own message."""
 
 import os
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,17 @@ def test_a_kernel_is_compiled_once_for_each_source_and_each_definition(source, t
     native.load.cache_clear()
     source.write_text(source.read_text().replace("+", "*"))
     assert native.load(source, "NUMBER=2").add(5) == 10
+
+
+def test_a_copy_of_the_package_finds_the_same_library_unless_a_header_differs(tmp_path, monkeypatch):
+    def name_in(folder):
+        monkeypatch.setattr(native, "HEADERS", folder)
+        return native._name(folder / "layers.cpp", "g++", "-I", str(folder))
+
+    ours, copied = native.HEADERS, shutil.copytree(native.HEADERS, tmp_path / "copy")
+    assert name_in(copied) == name_in(ours)
+    (copied / "vectors.h").write_text("// changed")
+    assert name_in(copied) != name_in(ours)
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0, b""), (0.07, b"\0"), (0.5, b""), (0.8, b"\0"), (0.999, b"")])
@@ -79,12 +92,14 @@ def test_no_library_is_loaded_from_a_folder_that_others_can_write(source, tmp_pa
     assert "because they cannot be kept: NANOINFER_CACHE/kernels must be a folder that only you can read and write" in warning
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "no inode"])
+@pytest.mark.parametrize("obstacle", ["a file", "no inode", "no home"])
 def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_says_so(
-    source, tmp_path, caplog, monkeypatch, obstacle
+    source, tmp_path, caplog, monkeypatch, request, obstacle
 ):
     if obstacle == "a file":
         (tmp_path / "my cache").write_text("")
+    elif obstacle == "no home":
+        request.getfixturevalue("no_home")
     else:
         mkdtemp = tempfile.mkdtemp
 
@@ -98,6 +113,7 @@ def test_without_a_cache_a_kernel_is_compiled_for_this_process_and_one_warning_s
     assert native.load(source, "NUMBER=3").add(1) == 4
     [warning] = caplog.messages
     assert warning.startswith("every process compiles its kernels, because they cannot be kept: ")
+    assert not Path("~").exists()
 
 
 def test_without_a_temporary_folder_a_kernel_cannot_be_compiled(source, monkeypatch):

@@ -70,6 +70,9 @@ import torch
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.fast.cpu import native
 from nanoinfer.fast.cpu.program import KernelCall, Program
+from tests.helpers import precompiled
+
+precompiled.install()
 
 class Number(ctypes.Structure):
     _fields_ = [("n", ctypes.c_int64)]

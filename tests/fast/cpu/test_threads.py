@@ -56,7 +56,9 @@ import asyncio, ctypes, os, signal, sys, traceback
 import torch
 from nanoinfer import AsyncLLM, LLM, SamplingParams
 from nanoinfer.errors import OutOfThreadsError
+from tests.helpers import precompiled
 
+precompiled.install()
 library, _, num_threads, is_async, *numbers = sys.argv[1:]
 params = SamplingParams(temperature=0, max_tokens=8)
 

@@ -85,7 +85,7 @@ def test_prompts_attend_in_tiles(head_dim, group, emulated, monkeypatch):
     assert program.tile_definitions(torch.bfloat16, 40) == []  # no multiple of what an instruction multiplies
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [pytest.param(one, marks=[pytest.mark.long] * (one != "tile_linear")) for one in SOURCES])
 def test_the_instructions_themselves_compile_without_a_warning(source, tmp_path):
     compiler = shutil.which("g++") or pytest.skip("there is no g++")
     if subprocess.run([compiler, "-march=sapphirerapids", "-E", "-x", "c++", "/dev/null"], capture_output=True).returncode:

@@ -9,13 +9,7 @@ from safetensors.torch import load_file
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.compat.vllm.engine import VLLMEngine as LLMEngine
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    NanoinferError,
-    UnsupportedError,
-    WeightsError,
-)
+from nanoinfer.errors import InvalidTypeError, InvalidValueError, NanoinferError, UnsupportedError, WeightsError
 from nanoinfer.execution import memory
 from nanoinfer.features.adapters import adapters as adapters_module
 from nanoinfer.features.adapters.adapters import Adapters, adapter_of

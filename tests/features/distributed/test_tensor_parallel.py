@@ -69,7 +69,8 @@ def load_pair(path, num_blocks, size=2, **settings):
 
 @pytest.fixture(scope="module")
 def pair(qwen3_path):
-    return load_pair(qwen3_path, 40)
+    with forked.ranks():
+        return load_pair(qwen3_path, 40)
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ran
         pass
 
     path, greedy = tiny_models.save("gpt2", tmp_path, vocab_size=97), asked(temperature=0, max_tokens=20)
-    settings = {**SETTINGS, "kv_cache_memory": 2**22}
+    settings = {**SETTINGS, "kv_cache_memory": 2**22, "enforce_eager": True}
     expected = answers(LLM(path, **settings), PROMPTS, greedy)
     drafts = {"method": Mine, "adaptive": False, "prompt_lookup_min": 1}
     speculating = LLM(path, tensor_parallel_size=2, speculative_config=drafts, **settings)

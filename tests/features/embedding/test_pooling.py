@@ -132,6 +132,7 @@ TRANSFORMERS = [  # sentence_bert_config.json, config_sentence_transformers.json
 ]
 
 
+@pytest.mark.slow
 def test_texts_are_cut_lower_cased_and_prefixed_as_sentence_transformers_does(embedding_path, tmp_path):
     """It gives max_seq_length to the tokenizer as model_max_length, and puts Lowercase before its normalizers."""
     path = shutil.copytree(embedding_path, tmp_path / "model")

@@ -53,10 +53,7 @@ def assert_equal(path, model, *adapters):
 SHAPES = {Q: (64, 48), UP: (80, 48)}
 
 
-PATTERNS = {
-    "rank_pattern": {"up_proj": 2, "proj": 9},
-    "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "layers": 9},
-}
+PATTERNS = {"rank_pattern": {"up_proj": 2, "proj": 9}, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "layers": 9}}
 # the adapter, its strength, and what A B is multiplied with in each layer: alpha over r, or over its root
 MERGED = {
     "whole": ({}, 1.0, {Q: 8 / 4, UP: 8 / 4}),

@@ -36,6 +36,9 @@ def test_a_request_counts_while_it_runs_and_once_when_it_has_finished():
     found = read(engine)
     assert (found["num_requests_running"].value, found["prompt_tokens"].value, found["generation_tokens"].value) == (0, 5, 3)
     assert found["e2e_request_latency_seconds"].count == 1
+    engine.abort(engine.add_request([6], params(3)).request_id)
+    found = read(engine)
+    assert (found["num_requests_waiting"].value, found["prompt_tokens"].value) == (0, 5)
 
 
 def finish(engine, request):

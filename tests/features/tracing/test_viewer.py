@@ -88,7 +88,7 @@ def recorded(tmp_path_factory):
     return SimpleNamespace(recorder=recorder, seen=seen, path=path, stages=stages, draws=draws)
 
 
-@pytest.fixture(scope="module", params=["async_scheduling", "one step after the other"])
+@pytest.fixture(scope="module", params=["async_scheduling", pytest.param("one step after the other", marks=pytest.mark.long)])
 def crowded(request, tmp_path_factory):
     """More tokens than the cache holds, so that there are preemptions and evictions. One request is aborted."""
     recorder = Recorder()
@@ -760,7 +760,7 @@ def test_drafts_are_rows_of_the_batch_and_their_tokens_can_be_visited(show, tmp_
 # ---- looks
 
 
-@pytest.mark.parametrize("crowded", ["one step after the other"], indirect=True)
+@pytest.mark.parametrize("crowded", ["async_scheduling"], indirect=True)
 def test_the_body_never_scrolls_sideways_and_every_text_has_enough_contrast(recorded, crowded, show):
     for run in (recorded, crowded):
         page = show(run.path, viewport={"width": 360, "height": 740}, color_scheme="light", reduced_motion="reduce")

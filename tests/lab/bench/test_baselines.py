@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -102,14 +103,15 @@ def test_the_ratio_to_another_engine(stub):
 def test_a_baseline_has_this_python_and_what_it_cannot_do_is_one_sentence(stub, monkeypatch):
     monkeypatch.setitem(ENGINES, "llama.cpp", Requirements(("missing_module",), "pip install llama-cpp-python"))
     assert parse_baselines("transformers,vllm") == [Baseline("transformers", sys.executable), Baseline("vllm", sys.executable)]
+    this = shlex.quote(sys.executable)
     for arguments, sentence in (
         ("--engines sglang", "engines must be some of transformers, openvino, vllm, llama.cpp, nano-vllm, with commas, got"),
         ("--engines vllm,vllm", "engines must name each engine once, got 'vllm' twice"),
         ("--engines vllm=/no/python", "'/no/python' is not a Python that runs"),
         ("--engines llama.cpp", "(no module missing_module); install it in its own environment, pip install llama-cpp-python"),
         ("--num-prompts 1 --request-rate 2", "other engines take all requests at once; leave out request_rate=2.0"),
-        (f"--dtype half --engines vllm={sys.executable}", "vllm requires device=cpu and dtype bfloat16 or float32, got cpu"),
+        (f"--dtype half --engines vllm={this}", "vllm requires device=cpu and dtype bfloat16 or float32, got cpu"),
     ):
-        result = CliRunner().invoke(app, ["--model", "tiny-gpt2", *arguments.split()])
+        result = CliRunner().invoke(app, ["--model", "tiny-gpt2", *shlex.split(arguments)])
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
         assert sentence in result.stderr

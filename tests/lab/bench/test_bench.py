@@ -77,6 +77,7 @@ def test_every_run_of_a_workload_has_different_tokens_and_the_same_lengths():
     [
         ({"input_len": "0"}, "input_len must be a number of tokens such as 128, or a range such as 16-256, got '0'"),
         ({"output_len": "9-4"}, "output_len must be .*, got '9-4'"),
+        ({"output_len": "many"}, "output_len must be .*, got 'many'"),
         ({"request_rate": 0.0}, r"request_rate must be > 0 requests per second, got 0.0; inf is all at once"),
         ({"burstiness": 0.0, "request_rate": 2.0}, "burstiness must be finite and > 0, got 0.0"),
         ({"burstiness": math.inf, "request_rate": 2.0}, "burstiness must be finite and > 0, got inf"),

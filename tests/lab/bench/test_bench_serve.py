@@ -159,6 +159,7 @@ def test_a_server_that_fails_is_one_sentence(answer, words):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 def test_a_key_of_the_environment_is_sent_and_a_server_without_models_is_an_error(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
     with fake_server.serving(GOOD, models=()) as server:

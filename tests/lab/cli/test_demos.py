@@ -84,7 +84,7 @@ def test_drafts():
     assert f"{len(tokens)} tokens in {last.step + 1} steps" in last.description
 
 
-@pytest.mark.parametrize("name", ["sharing", "chunked"])
+@pytest.mark.parametrize("name", ["sharing", "stop-string"])
 def test_the_command_writes_the_page_and_links_to_its_moments(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     page = tmp_path / "a page.html"

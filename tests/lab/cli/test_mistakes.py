@@ -33,10 +33,7 @@ MISTAKES = [  # (a command, words of the sentence)
     ("simulate --find ttft --goodput ttft:1", "--find must be goodput, with the limits of --goodput and one workload"),
     ("simulate --find goodput", "--find must be goodput, with the limits of --goodput and one workload"),
     ("check-scheduler builtins:dict", "must be a subclass of Scheduler, of BlockManager, or one of each, got dict"),
-    (
-        f"check-scheduler {POLICIES}:PriorityScheduler {POLICIES}:DeadlineScheduler",
-        "or one of each, got PriorityS",
-    ),
+    (f"check-scheduler {POLICIES}:PriorityScheduler {POLICIES}:DeadlineScheduler", "or one of each, got PriorityS"),
     ("check-scheduler --html .", "cannot write .: it is a folder; give another path"),
     ("check-scheduler nowhere:Mine", "must be a class or its name"),
     ("check-scheduler --world num_request=2", "--world has no 'num_request'; did you mean num_requests?"),

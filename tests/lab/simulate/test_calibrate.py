@@ -32,6 +32,7 @@ def report(path, workload):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_machine_is_found_from_a_run_of_few_and_a_run_of_many_requests(tmp_path):
     wrong = replace(
         REAL, bandwidth=3 * REAL.bandwidth, rates={"float32": 2e9}, overheads=replace(REAL.overheads, per_step_s=1e-3)

@@ -40,6 +40,7 @@ def test_a_world_in_which_a_check_would_mean_nothing_is_refused(sizes, sentence)
 LARGE = "exchanged-chunks"  # as many states as three others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "world"),
     [pytest.param(*world, id=name, marks=[pytest.mark.long] * (name == LARGE)) for name, world in WORLDS.items()],
