@@ -257,7 +257,7 @@ class StepGraphs:
                 continue
             copies += self._rows_to_put(static[:start], new[:num_decodes], of_decodes)
             copies += self._rows_to_put(static[start:], new[num_decodes:], of_chunks)
-        torch._foreach_copy_(*(list(tensors) for tensors in zip(*copies, strict=True)))  # by one kernel
+        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])  # by one kernel
         if shape.num_chunk_tokens and batch is not None:
             ends = [start - num_decodes + end for end in batch.attention.query_start_loc_cpu[num_decodes + 1 :]]
             ends += ends[-1:] * (GRAPH_CHUNKS - len(ends))
