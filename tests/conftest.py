@@ -3,7 +3,6 @@
 import atexit
 import faulthandler
 import gc
-import importlib.util
 import logging
 import os
 import shutil
@@ -24,6 +23,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helpers.prepared import prepare
+
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -34,18 +35,8 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):
         return
     gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
-    torch.set_num_threads(1)  # pytest runs one process per core
-    if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-        from tests.helpers import shape_checks
-
-        shape_checks.install()  # before the modules that it checks are imported
-    from tests.helpers import precompiled
-
-    precompiled.install()
+    assert prepare.cache_info().currsize or "nanoinfer" not in sys.modules, "a conftest.py imports nanoinfer before prepare()"
+    prepare()
 
 
 def pytest_runtest_setup():
