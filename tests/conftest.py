@@ -18,6 +18,8 @@ if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's
 os.environ["HF_HOME"] = os.path.join(os.environ["NANOINFER_CACHE"], "huggingface")  # no model of the user's
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and matplotlib need a home folder. no_home has none.
     os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=os.environ["NANOINFER_CACHE"])
+if not os.access(".", os.W_OK):  # hypothesis keeps what failed in the checkout
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = os.path.join(os.environ["NANOINFER_CACHE"], "hypothesis")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
