@@ -3,7 +3,6 @@
 import atexit
 import faulthandler
 import gc
-import importlib.util
 import logging
 import os
 import shutil
@@ -19,10 +18,14 @@ if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's
 os.environ["HF_HOME"] = os.path.join(os.environ["NANOINFER_CACHE"], "huggingface")  # no model of the user's
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and matplotlib need a home folder. no_home has none.
     os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=os.environ["NANOINFER_CACHE"])
+if not os.access(".", os.W_OK):  # hypothesis keeps what failed in the checkout
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = os.path.join(os.environ["NANOINFER_CACHE"], "hypothesis")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.helpers.prepared import prepare
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,21 +36,9 @@ def pytest_configure(config):
     """Prepare a process that runs tests. The one that only starts such processes (-n) imports no torch."""
     if getattr(config.option, "numprocesses", None):
         return
-    if {"triton", "nanoinfer.config"} & sys.modules.keys():
-        raise pytest.UsageError("a conftest.py imports the package at its top; import it in a fixture, after this preparation")
     gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
-    torch.set_num_threads(1)  # pytest runs one process per core
-    if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-        from tests.helpers import shape_checks
-
-        shape_checks.install()  # before the modules that it checks are imported
-    from tests.helpers import precompiled
-
-    precompiled.install()
+    assert prepare.cache_info().currsize or "nanoinfer" not in sys.modules, "a conftest.py imports nanoinfer before prepare()"
+    prepare()
 
 
 def pytest_runtest_setup():

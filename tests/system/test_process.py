@@ -136,7 +136,7 @@ receives, sends = fork.Pipe(duplex=False)
 process = fork.Process(target=work, args=(sends, llm))
 process.start()
 for _ in range(6):
-    replies.append(receives.recv() if receives.poll(60) else "it hangs")
+    replies.append(receives.recv() if receives.poll(600) else "it hangs")
 process.kill()
 print(json.dumps([*replies, token_ids(llm), torch.get_num_threads()]))
 """
