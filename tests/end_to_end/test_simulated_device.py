@@ -151,7 +151,7 @@ def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_pat
 # newest tokens, which only the device has, and without a graph for it nothing of the model, the head or the draw.
 COPIES = {
     "_to_copy.default", "copy_.default", "fill_.Scalar", "clone.default", "cat.default", "index.Tensor", "index_put_.default",
-    "clamp.default", "clamp.out", "index_copy_.default",
+    "clamp.default", "clamp.out", "index_copy_.default", "_foreach_copy_.default",
 }  # fmt: skip
 
 
