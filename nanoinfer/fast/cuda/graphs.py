@@ -274,12 +274,18 @@ class StepGraphs:
         """List the copies that put `new` into the first rows and `value` into the others. Tables are put at once."""
         num_rows, num_others = new.shape[0], static.shape[0] - new.shape[0]
         if static.ndim == 2:  # of a smaller dtype, and with as many columns or more
-            if num_others:
-                static[num_rows:] = value
-            if num_rows:
-                static[:num_rows, : new.shape[1]].copy_(new)
+            _put(static, new, value)
             return []
         if value not in self._constants:
             self._constants[value] = torch.full((sum(self._largest),), value, device=self._device)
         pairs = (static[:num_rows], new), (static[num_rows:], self._constants[value][:num_others])
         return [pair for pair in pairs if len(pair[0])]
+
+
+def _put(static: Tensor, new: Tensor, value: int) -> None:
+    """Copy `new` into the first rows, which have as many columns or more, and `value` into the others."""
+    if (num_rows := new.shape[0]) < static.shape[0]:
+        static[num_rows:] = value
+        static = static[:num_rows]
+    if num_rows:
+        (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
