@@ -9,7 +9,7 @@ import sys
 import types
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +150,8 @@ def state_of(engine):
 
 
 def answers_of(requests):
-    return [[asdict(answer) for answer in request.output.outputs] for request in requests]
+    names = "text", "token_ids", "finish_reason", "stop_reason", "error"
+    return [[[getattr(answer, name) for name in names] for answer in request.output.outputs] for request in requests]
 
 
 def run_load(seed, module, device="cpu", capture=record):
