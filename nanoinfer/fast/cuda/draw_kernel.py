@@ -30,8 +30,9 @@ _PART, _PART_WARPS = 4096, 4  # the ids in a part of a row, and the warps that s
 _SECTION = 32  # the ids in a section
 _TRIED = 256  # the sections of which a row with top_p, but without top_k, lists the largest logits
 _LIST = 4096  # the most ids that a row lists
-_TILE, _NUM_WARPS = 512, 16  # the ids that a search reads at a time, and the warps of _bound_kernel and _choose_kernel
-_WAYS = 8  # into so many parts and one more a search divides its range at a time
+_TILE = 512  # the ids that a search reads at a time
+_BOUND_WARPS, _CHOOSE_WARPS = 8, 16  # the warps of _bound_kernel and _choose_kernel
+_WAYS = 8  # a search divides its range by so many numbers at a time
 
 _COUNT, _PLACE, _ID = (tl.constexpr(i) for i in range(3))  # the kinds of searches
 
@@ -344,7 +345,7 @@ def choose(logits: Float[Tensor, "batch vocab"], columns: ParameterColumns, u: U
         tried = min(_TRIED, triton.cdiv(num_sections, 2))
         _bound_kernel[(batch,)](
             maxima, section_maxima, bounds, num_listed, *rule,
-            vocab, num_parts, sizes[-1], num_sections, tried, *search, num_warps=_NUM_WARPS,
+            vocab, num_parts, sizes[-1], num_sections, tried, *search, num_warps=_BOUND_WARPS,
         )  # fmt: skip
     if u is not None:
         sums = _rows_of(num_parts, torch.int64, logits)
@@ -354,7 +355,7 @@ def choose(logits: Float[Tensor, "batch vocab"], columns: ParameterColumns, u: U
     uniform = (None, *u) if isinstance(u, tuple) else (u, None, None)
     _choose_kernel[(batch,)](
         logits, maxima, first_ids, sums, bounds, listed, num_listed, *rule, *uniform, token_ids,
-        *sizes, _LIST, *search, num_warps=_NUM_WARPS,
+        *sizes, _LIST, *search, num_warps=_CHOOSE_WARPS,
     )  # fmt: skip
     return token_ids
 

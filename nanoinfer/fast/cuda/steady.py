@@ -241,7 +241,7 @@ class SteadyBatch:
         u = (numbers[SEEDS], numbers[LENGTHS]) if names else None  # draw.uniform of them: a new token's position is the length
         token_ids = sample_on_gpu(rows.head(rows.hidden), ParameterColumns(**columns), u)
         torch.clamp(token_ids, min=0, out=numbers[IDS])  # a row without a token ends before its next one is read
-        numbers[COUNTERS] += numbers[STEPS]
+        numbers[COUNTERS].add_(numbers[STEPS])
         return token_ids
 
     def _batch_of(self, size: int) -> ForwardBatch:

@@ -28,7 +28,7 @@ from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_ker
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
-from nanoinfer.sampling.routes import STAGES_FROM_TEMPERATURE, Route
+from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.system.transfer import on_device
 
@@ -104,7 +104,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """Run the last four stages and the draw, which are the definition."""
     logits = logits.float()
-    for stage in STAGES_FROM_TEMPERATURE:
+    for stage in stages.STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
 
