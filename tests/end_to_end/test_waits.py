@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.execution.local_executor import LocalExecutor
+from nanoinfer.fast.cuda.steady import SteadyExecutor, SteadyStep
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.sampling.sampler import STAGES
 from tests.helpers import tiny_models
@@ -54,8 +55,17 @@ def waits_of(path, runs, **settings):
         num_steps += bool(step.plan.rows)
         return collect(executor, step)
 
-    collect = LocalExecutor.collect
-    with fake_cuda() as gpu, mock.patch.object(LocalExecutor, "collect", counted):
+    def counted_if_steady(executor, step):  # LocalExecutor.collect has the others
+        nonlocal num_steps
+        num_steps += isinstance(step, SteadyStep)
+        return collect_steady(executor, step)
+
+    collect, collect_steady = LocalExecutor.collect, SteadyExecutor.collect
+    with (
+        fake_cuda() as gpu,
+        mock.patch.object(LocalExecutor, "collect", counted),
+        mock.patch.object(SteadyExecutor, "collect", counted_if_steady),
+    ):
         llm = LLM(path, device="cuda:0", **{"kv_cache_memory": 2**24, "chunk_size": 4} | FIRST_USE | settings)
         for name, run in runs.items():
             gpu.waits.clear()
