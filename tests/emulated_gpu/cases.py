@@ -401,7 +401,7 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles), ("drafts", check_drafts),
+        ("copy", check_copy), ("angles", check_angles),
     )
     for name, dtype in DTYPES.items()
 } | {
@@ -413,10 +413,12 @@ CASES: dict[str, Callable[[], float]] = {
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm")
 } | {
-    f"decode_attention {name} {head_dim} {option}": lambda dtype=dtype, head_dim=head_dim, option=option: (
+    f"drafts {name}": lambda dtype=DTYPES[name]: check_drafts(dtype) for name in ("bfloat16", "float16")
+} | {
+    f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)
     )
-    for name, dtype in DTYPES.items()
+    for name in ("bfloat16", "float16")  # without tensor cores the step has the plain kernels
     for head_dim in (64, 128, 256)
     for option in OPTIONS
 } | {

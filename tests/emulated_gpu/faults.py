@@ -245,7 +245,7 @@ FAULTS: dict[str, InPtx | InSource] = {
         arch=90,
     ),
     "PDL: programs without keys end before they wait": InSource(
-        decode_kernels, "    k_tile, v_tile =", "    if first_key > last_key:\n        return\n    k_tile, v_tile =",
+        decode_kernels, "    keys = first_key +", "    if first_key > last_key:\n        return\n    keys = first_key +",
         "DependencyFault", decode_attention, arch=90,
     ),
     "PDL: queries that are read with the old keys": InPtx(

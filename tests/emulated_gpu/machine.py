@@ -4,9 +4,9 @@ In: a kernel (ptx.py), a grid, arguments and tensors (memory.py). Out: the tenso
 
 A block's instructions are decoded into functions of no arguments, which compute whole arrays. Every thread has its own next
 block. The first of these blocks in the kernel's order is executed next, by the threads that are there, so that threads that
-diverge meet again where their paths do. Programs share nothing in a launch, so several are emulated together. Arithmetic is
-IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keeps denormal numbers. The approximate `ex2`,
-`rsqrt` and `div` round to nearest.
+diverge meet again where their paths do. Programs run in any order on a GPU, and order.py reports those that rely on one, so
+several are emulated together. Arithmetic is IEEE's, except that `fma` rounds twice (to fp64 and to fp32) and that `ftz` keeps
+denormal numbers. The approximate `ex2`, `rsqrt` and `div` round to nearest.
 """
 
 import re

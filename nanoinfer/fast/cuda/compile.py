@@ -88,7 +88,7 @@ class RotatedAttention(nn.Module):
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
             rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
             cache, metadata = step.args
-            if len(q) <= decode_kernels.MAX_ROWS and metadata.num_decodes == len(q):
+            if decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)

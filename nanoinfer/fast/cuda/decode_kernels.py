@@ -43,6 +43,7 @@ from nanoinfer.attention.triton import (
     architecture,
     num_splits_for,
     row_and_tile_sizes,
+    uses_tensor_cores,
 )
 from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.linear_kernel import Arrivals
@@ -231,6 +232,15 @@ def supports(x: Tensor, linear: nn.Linear, norm: tuple[Tensor, float] | None = N
     return has_rows and all(tensor.dtype is x.dtype and tensor.is_contiguous() for tensor in read)
 
 
+def supports_attention(q: Queries, metadata: AttentionMetadata) -> bool:
+    """Whether decode_attention computes a step: few decodes, no prompt, and products on tensor cores.
+
+    Other products take all registers of a GPU, which the interpreter does not have.
+    """
+    is_fast = uses_tensor_cores() and (q.element_size() == 2 or architecture() is None)
+    return is_fast and len(q) <= MAX_ROWS and metadata.num_decodes == len(q)
+
+
 def decode_linear(
     x: Float[Tensor, "num_tokens in"],
     weight: Float[Tensor, "rows in"],
@@ -277,7 +287,13 @@ def decode_attention(
     window: int | None = None,
     sinks: Sinks = None,
 ) -> Queries:
-    """Compute paged_attention with a rotation, for a step of at most MAX_ROWS decodes and no prompt."""
+    """Compute paged_attention with a rotation, for a step that `supports_attention` accepts.
+
+    Args:
+        layer: the index of the layer in the cache.
+        arrivals: the layer's counters.
+        window: in tokens. None: no window.
+    """
     k_pages, v_pages = cache.layer(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     num_rows, num_heads, head_dim = q.shape
