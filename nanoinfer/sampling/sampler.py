@@ -175,11 +175,10 @@ def in_parts(function: Stage, logits: Logits, batch: SamplingBatch) -> Tensor:
     num_rows = max(PART_BYTES // (logits.shape[-1] * logits.itemsize), 1)
     if num_rows >= len(logits):
         return function(logits, batch)
-    out = None
-    for start in range(0, len(logits), num_rows):
-        rows = slice(start, start + num_rows)
-        part = function(logits[rows], batch.only_rows(rows))
-        out = part.new_empty(len(logits), *part.shape[1:]) if out is None else out
-        out[rows] = part
-    assert out is not None, "the first part has made it"
+    first, *others = (slice(start, start + num_rows) for start in range(0, len(logits), num_rows))
+    part = function(logits[first], batch.only_rows(first))
+    out = part.new_empty(len(logits), *part.shape[1:])
+    out[first] = part
+    for rows in others:
+        out[rows] = function(logits[rows], batch.only_rows(rows))
     return out
