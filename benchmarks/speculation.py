@@ -21,7 +21,7 @@ import typer
 
 from benchmarks import program
 from nanoinfer.cli.options import AsJson, print_table
-from nanoinfer.engine.observer import Observer
+from nanoinfer.engine.observer import Observer, Planner
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.features.drafts.speculator import Proposer, Speculator
 from nanoinfer.llm import LLM
@@ -87,7 +87,7 @@ def _case(llm: LLM, repeats: int, name: str, allowed: list[int] | None, num_requ
     try:
         for repeat in range(repeats + 1):
             for is_drafting in (False, True):
-                engine.planner, engine.observer = (speculator, observer) if is_drafting else (None, plain_observer)
+                engine.planner, engine.observer = (speculator, observer) if is_drafting else (Planner(), plain_observer)
                 speed = figures(run_workload(llm, workload, repeat)).output_tokens_per_s
                 if repeat:  # the first run warms up
                     speeds[is_drafting].append(speed)

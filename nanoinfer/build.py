@@ -13,7 +13,7 @@ from weakref import ref
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.inputs import PreparedRequest, RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.observer import Observer, together
+from nanoinfer.engine.observer import Observer, Planner, together
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.scheduling.block_manager import BlockManager
 from nanoinfer.scheduling.observer import NOBODY, SchedulingObserver
@@ -72,7 +72,7 @@ def make_engine(
         config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        planner=None if drafts is None else drafts.planner(executor),
+        planner=make_planner(executor, config) if drafts is None else drafts.planner(executor),
         block_manager=make_block_manager(executor.info, config, observer, store),
         observer=observer,
         features=[*adapters, ParameterFeatures(tokenizer, executor, config.logprobs_mode)],
@@ -166,11 +166,14 @@ def make_runtime(
     return runtime
 
 
-def make_executor(runtime: "Runtime", config: EngineConfig, *, num_blocks: int | None = None) -> "LocalExecutor":
+def make_executor(
+    runtime: "Runtime", config: EngineConfig, *, num_blocks: int | None = None, is_drafter: bool = False
+) -> "LocalExecutor":
     """Make the executor of a finished runtime. All ranks make their executors together.
 
     Args:
         num_blocks: the number of blocks of the KV cache. None: as many as fit.
+        is_drafter: whether a proposer of drafts plans the steps, and no engine.
     """
     from nanoinfer.execution.local_executor import LocalExecutor
     from nanoinfer.execution.memory import size_cache
@@ -188,7 +191,20 @@ def make_executor(runtime: "Runtime", config: EngineConfig, *, num_blocks: int |
         from nanoinfer.features.own_code.logits_processors import with_processors
 
         config = with_processors(config, runtime.device, info)
-    return LocalExecutor(runtime, info, config)
+    if config.enforce_eager or is_drafter:
+        return LocalExecutor(runtime, info, config)
+    from nanoinfer.fast.accelerate import executor_class
+
+    return executor_class(runtime, config)(runtime, info, config)
+
+
+def make_planner(executor: "LocalExecutor", config: EngineConfig) -> Planner:
+    """Make what plans the steps of an engine without drafts."""
+    if config.enforce_eager:
+        return Planner()
+    from nanoinfer.fast.accelerate import planner_of
+
+    return planner_of(executor)
 
 
 def make_block_manager(

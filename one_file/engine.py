@@ -329,13 +329,14 @@ class Scheduler:
     def _start_waiting(self, selection: Selection) -> None:
         """Start waiting sequences in their order, until one does not fit."""
         selection.num_kept_free = sum(self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running)
-        while self.waiting and self._has_place() and self._start(selection, self.waiting[0]):
+        while self.waiting and self.has_place() and self._start(selection, self.waiting[0]):
             self.waiting.popleft()
 
     def _prefix_of(self, seq: Sequence) -> Prefix:
         return self.block_manager.match_prefix(seq.token_ids, seq.cache_salt)
 
-    def _has_place(self) -> bool:
+    def has_place(self) -> bool:
+        """Return whether another sequence may run."""
         return len(self.running) < self.config.max_num_seqs
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:
@@ -390,12 +391,12 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> None:
         """Count the tokens of a launched plan as cached and those that it samples as tokens, and cache full blocks."""
-        manager = self.block_manager
+        manager, block_size = self.block_manager, self.block_manager.block_size
         for item in plan.scheduled:
             seq = item.sequence
             num_computed = seq.num_computed_tokens = seq.num_computed_tokens + item.num_new_tokens
-            fills_block = manager.enable_prefix_caching and num_computed // manager.block_size > len(seq.prefix_keys)
-            if fills_block or manager.acts_each_step:
+            fills_block = manager.enable_prefix_caching and num_computed // block_size > len(seq.prefix_keys)
+            if (fills_block and len(seq.token_ids) // block_size > len(seq.prefix_keys)) or manager.acts_each_step:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # a sampled token has no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)

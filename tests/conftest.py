@@ -3,7 +3,6 @@
 import atexit
 import faulthandler
 import gc
-import importlib.util
 import logging
 import os
 import shutil
@@ -19,10 +18,14 @@ if "NANOINFER_CACHE" not in os.environ:  # no verdict of an earlier run; xdist's
 os.environ["HF_HOME"] = os.path.join(os.environ["NANOINFER_CACHE"], "huggingface")  # no model of the user's
 if not os.access(os.path.expanduser("~"), os.W_OK):  # Chromium, IPython and matplotlib need a home folder. no_home has none.
     os.environ["HOME"] = tempfile.mkdtemp(prefix="home-", dir=os.environ["NANOINFER_CACHE"])
+if not os.access(".", os.W_OK):  # hypothesis keeps what failed in the checkout
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = os.path.join(os.environ["NANOINFER_CACHE"], "hypothesis")
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits leaves the core to the other test process
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.helpers.prepared import prepare
 
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,24 +37,16 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):
         return
     gc.disable()  # until all tests are imported, which makes objects that stay, and to search them takes a fifth of its time
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels then run on the CPU, in numpy
-    torch.set_num_threads(1)  # pytest runs one process per core
-    if importlib.util.find_spec("beartype"):  # `make gpu` takes the Python at hand
-        from tests.helpers import shape_checks
-
-        shape_checks.install()  # before the modules that it checks are imported
-    from tests.helpers import precompiled
-
-    precompiled.install()
+    assert prepare.cache_info().currsize or "nanoinfer" not in sys.modules, "a conftest.py imports nanoinfer before prepare()"
+    prepare()
 
 
 def pytest_runtest_setup():
     if shape_checks := sys.modules.get("tests.helpers.shape_checks"):
         shape_checks.start_test()
 
+
+PATIENCE_MS = 600_000  # of a browser, whose own is 30 s
 
 collect_ignore = ["real"]  # `make test-real` names the folder, which is then collected
 
@@ -143,6 +138,17 @@ def embedding_path(reranker_path, tmp_path_factory):
     return pooling_cases.save_embedding(reranker_path, tmp_path_factory.mktemp("embedding") / "model")
 
 
+def patient(make):
+    """Return a function that makes a context or a page as `make` does, which waits PATIENCE_MS for what is asked for."""
+
+    def make_patient(**options):
+        made = make(**options)
+        made.set_default_timeout(PATIENCE_MS)
+        return made
+
+    return make_patient
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A real browser, which runs until the file's tests have ended. Its event loop belongs to the thread that tests run in."""
@@ -153,11 +159,12 @@ def browser():
         # Otherwise Chrome where its installer puts it, or Playwright's own browser.
         for where in on_path[:1] or [{"channel": "chrome"}, {}]:
             try:
-                chromium = playwright.chromium.launch(args=["--no-sandbox"], **where)
+                chromium = playwright.chromium.launch(args=["--no-sandbox"], timeout=PATIENCE_MS, **where)
             except sync_api.Error:
                 if on_path:
                     raise
                 continue
+            chromium.new_context, chromium.new_page = map(patient, (chromium.new_context, chromium.new_page))
             yield chromium
             chromium.close()
             return

@@ -33,7 +33,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
-from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided
+from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -69,7 +69,7 @@ COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings":
 
 # A kernel -> how many elements it touches from the start of a tensor, by the names of its parameters: a formula of its grid and
 # its other arguments.
-ROWS = dict.fromkeys(("greedy", "temperature", "min_p"), "grid[0]")
+ROWS = dict.fromkeys(("greedy", "temperature", "min_p", "top_k", "top_p", "u"), "grid[0]")
 LINEAR = {
     "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
 }  # fmt: skip
@@ -106,25 +106,32 @@ REACH: dict[str, dict[str, str]] = {
     "_angles_kernel": {
         "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
     },
-    "_largest_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids"), "grid[0] * NUM_PARTS")},
-    "_sum_kernel": {"logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"), **ROWS},
-    "_choose_kernel": {
-        "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"), **ROWS,
-        **dict.fromkeys(("u", "token_ids", "row_maxima", "totals"), "grid[0]"),
+    "_largest_kernel": {
+        "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids"), "grid[0] * NUM_PARTS"),
+        "section_maxima": "grid[0] * NUM_PARTS * (PART // SECTION)",
     },
-    "_draw_kernel": {
-        "logits": "grid[0] * VOCAB",
-        **dict.fromkeys(("largest", "temperature", "min_p", "smallest", "top_p", "u", "is_undecided", "token_ids"), "grid[0]"),
+    "_bound_kernel": {
+        "maxima": "grid[0] * NUM_PARTS", "section_maxima": "grid[0] * NUM_SECTIONS", "bounds": "grid[0]",
+        "num_listed": "grid[0]", **ROWS,
+    },
+    "_sum_kernel": {
+        "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "sums"), "grid[0] * NUM_PARTS"), "listed": "grid[0] * LIST",
+        "bounds": "grid[0]", "num_listed": "grid[0]", **ROWS,
+    },
+    "_choose_kernel": {
+        "logits": "grid[0] * VOCAB", **dict.fromkeys(("maxima", "first_ids", "sums"), "grid[0] * NUM_PARTS"),
+        **dict.fromkeys(("bounds", "num_listed", "seeds", "positions", "token_ids"), "grid[0]"), "listed": "grid[0] * LIST",
+        **ROWS,
     },
 }  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids", "totals"), torch.int64)
-    | {"positions": torch.int64}
-    | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "row_maxima", "largest"), torch.float32)
-    | dict.fromkeys(("temperature", "min_p", "smallest"), torch.float32)
+    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
+    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
+    | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
+    | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
-    | dict.fromkeys(("greedy", "is_undecided"), torch.bool)
-    | dict.fromkeys(("first_ids", "block_tables", "num_arrived"), torch.int32)
+    | {"greedy": torch.bool}
+    | dict.fromkeys(("first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
     | dict.fromkeys(("inv_freq", "partial"), torch.float32)
 )
 
@@ -231,12 +238,12 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
-    batch_size, vocab_size = 3, COMMON["vocab_size"]
-    rows = {name: torch.empty(batch_size, dtype=DTYPES[name], device="meta") for name in (*REACH["_draw_kernel"], "greedy")[1:]}
-    columns = ParameterColumns(**{name: rows.pop(name) for name in ("greedy", "temperature", "min_p")})
-    logits = torch.empty(batch_size, vocab_size, dtype=dtype, device="meta")
-    choose(logits, columns, rows["u"])
-    draw_undecided(logits, columns=columns, **rows)
+    rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
+    u, seed, position = (rows.pop(name) for name in ("u", "seeds", "positions"))
+    few = {name: rows[name] for name in ("temperature", "top_k", "top_p")}
+    for vocab_size, columns, uniform in ((COMMON["vocab_size"], rows, u), (151_936, few, (seed, position))):
+        logits = torch.empty(3, vocab_size, dtype=dtype, device="meta")
+        choose(logits, ParameterColumns(**columns), uniform)
 
 
 def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:

@@ -8,6 +8,7 @@ import pytest
 from nanoinfer import SamplingParams
 from nanoinfer.build import make_adapters, make_engine
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
+from nanoinfer.engine.observer import Planner
 from nanoinfer.errors import UnsupportedError
 from nanoinfer.features.drafts.build import draft_config
 from nanoinfer.features.drafts.config import SpeculativeConfig
@@ -53,7 +54,7 @@ def test_batch_invariance_needs_rows_that_are_independent_which_torchs_are_not(m
 def test_adapters_and_drafts_are_made_if_they_are_asked_for(model):
     plain = EngineConfig(cache=CACHE, enforce_eager=True)
     assert make_adapters(model, plain) == []
-    assert make_engine(model, plain).planner is None
+    assert type(make_engine(model, plain).planner) is Planner
     drafting = EngineConfig(cache=CACHE, enforce_eager=True, speculative=SpeculativeConfig(method="ngram"))
     assert isinstance(make_engine(model, drafting).planner.proposer, NGramProposer)
     assert make_adapters(model, EngineConfig(cache=CACHE, enable_lora=True))[0].layers

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from benchmarks.device.parts import Results, Setup
 from benchmarks.device.watch import Watch
-from nanoinfer.build import make_executor
+from nanoinfer.build import make_executor, make_planner
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.execution.runtime import plain_runtime
 from nanoinfer.fast.compile import CompiledModel
-from nanoinfer.fast.cuda import accelerate
+from nanoinfer.fast.cuda import accelerate, steady
 from nanoinfer.fast.sampling import cuda_graphs
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
@@ -69,12 +69,16 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
     zeros = torch.zeros(2 * scheduler.max_num_batched_tokens, max(model.config.hidden_size, model.config.vocab_size))
     model.forward = lambda ids, positions, attend: zeros[: len(ids), : model.config.hidden_size]
     model.compute_logits = lambda hidden: zeros[: len(hidden), : model.config.vocab_size]
+
+    def sevens(logits: Tensor, *parameters: object) -> Tensor:
+        return torch.full((len(logits),), 7)
+
     with ExitStack() as stack:
         for owner, name, value in (
             (Tensor, "pin_memory", Tensor.clone), (sampler, "SampledTokens", Sampled),
             (accelerate, "CUDACapture", Capture), (accelerate, "compile_model", CompiledModel),
             (accelerate, "find_spec", lambda name: True),  # Triton's kernels are the device's
-            (cuda_graphs, "sample_on_gpu", lambda logits, columns, u: torch.full((len(logits),), 7)),
+            (cuda_graphs, "sample_on_gpu", sevens), (steady, "sample_on_gpu", sevens),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
@@ -84,7 +88,7 @@ def engine_of(num_rows: int) -> Iterator[LLMEngine]:
         stack.enter_context(mock.patch.object(type(plain.backend), "supports_cuda_graph", True))
         executor = make_executor(accelerate.accelerate_on_cuda(plain, config), config)
         executor.device = Device("cpu")  # type: ignore[assignment]
-        yield LLMEngine(executor, config)
+        yield LLMEngine(executor, config, planner=make_planner(executor, config))
 
 
 def steps(setup: Setup) -> Results:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -17,7 +18,7 @@ from nanoinfer.fast.cuda.linear_kernel import few_rows_linear
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
 from nanoinfer.loading import devices, loader
 from nanoinfer.loading.checkpoint import Checkpoint
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import ParameterColumns
 
 COLD_BYTES = 2**28  # more than a GPU's cache holds: so much is read before the same memory is read again
 
@@ -128,10 +129,10 @@ def draws(config: Any, dtype: torch.dtype, device: torch.device, sizes: tuple[in
         u, top_p = (torch.full((rows,), value, dtype=torch.float64, device=device) for value in (0.5, 0.9))
         temperature = torch.full((rows,), 0.6, device=device)
         top_k = torch.full((rows,), min(40, config.vocab_size), device=device)
-        plain = SamplingBatch(temperature=temperature, u=u)
-        few = SamplingBatch(temperature=temperature, top_k=top_k, max_top_k=min(40, config.vocab_size), top_p=top_p, u=u)
+        plain = ParameterColumns(temperature=temperature)
+        few = replace(plain, top_k=top_k, top_p=top_p)
         variants: Variants = {
-            "temperature": partial(sample_on_gpu, logits, plain, False),
-            "top_k and top_p": partial(sample_on_gpu, logits, few, False),
+            "temperature": partial(sample_on_gpu, logits, plain, u),
+            "top_k and top_p": partial(sample_on_gpu, logits, few, u),
         }
         yield f"draw, {rows} rows", logits.nbytes, 1, variants

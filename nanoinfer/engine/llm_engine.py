@@ -54,7 +54,7 @@ class LLMEngine:
     ) -> None:
         """
         Args:
-            planner: completes the scheduler's plans, and observes. None: the plans are complete.
+            planner: plans the steps, and observes. None: the scheduler's plans are complete.
             block_manager: manages the cache's blocks, and has the same observer. None: every layer keeps every token.
             observer: sees what happens in the engine.
             features: what features make of each request, in their order.
@@ -62,7 +62,8 @@ class LLMEngine:
         self.executor = executor
         self.config = config
         self.tokenizer = tokenizer
-        self.observer = observer if planner is None else together(observer, planner)
+        self.planner = planner or Planner()
+        self.observer = together(observer, self.planner)
         info = executor.info
         budget = config.scheduler.max_num_batched_tokens
         if not config.scheduler.enable_chunked_prefill and budget < info.max_model_len:
@@ -82,9 +83,8 @@ class LLMEngine:
         self.scheduler = scheduler_cls(config.scheduler, self.block_manager, observer)
         for feature in features:
             self.scheduler.limits = {**self.scheduler.limits, **feature.limits}
-        self.planner = planner
         is_async = info.device != "cpu" if config.async_scheduling is None else config.async_scheduling
-        self.async_scheduling = is_async and planner is None
+        self.async_scheduling = is_async and not self.planner.needs_tokens
         self.seed = secrets.randbits(64) if config.seed is None else config.seed
         if config.seed is None:
             logger.info("seed %d was drawn: LLM(seed=%d) and the same calls give the same answers", self.seed, self.seed)
@@ -232,7 +232,7 @@ class LLMEngine:
         with self.guard.step():
             finished = self._finish_late() if self._with_deadline else []
             # which sequences run, and how many tokens of each
-            plan = self.scheduler.schedule() if self.planner is None else self.planner.plan(self.scheduler)
+            plan = self.planner.plan(self.scheduler)
             previous, launched = self._in_flight, None
             if plan.scheduled:
                 self.observer.step_launched(plan, previous)
@@ -256,7 +256,7 @@ class LLMEngine:
         output = self.executor.collect(step)
         self.observer.step_collected(step.plan, output)
         finished = []
-        for sampled in output.sequences:
+        for sampled in self.planner.append_unread(output.sequences, self._requests, self.observer):
             seq = sampled.sequence
             if seq.status is SequenceStatus.FINISHED:
                 continue  # the request was aborted, or finished in the previous step

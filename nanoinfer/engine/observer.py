@@ -1,12 +1,12 @@
 """What an engine tells those who watch it, such as metrics and tracing. The engine does not know who they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.engine.request import Request
-from nanoinfer.execution.executor import InFlight, StepOutput
+from nanoinfer.execution.executor import InFlight, SequenceOutput, StepOutput
 from nanoinfer.outputs import Metric
 from nanoinfer.scheduling.observer import SchedulingObserver
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -37,13 +37,21 @@ class Observer(SchedulingObserver):
 
 
 class Planner(Observer):
-    """Completes the scheduler's plans. All tokens are known when it plans, so that a step is collected before the next one.
+    """Plans the steps of an engine, as its scheduler does, until a subclass completes the plans or makes them in less time.
 
     It receives the engine's events, not those of the scheduler and the block manager.
     """
 
+    needs_tokens = False  # whether all tokens must be known when it plans. A step is then collected before the next one
+
     def plan(self, scheduler: Scheduler) -> StepPlan:
         return scheduler.schedule()
+
+    def append_unread(
+        self, outputs: list[SequenceOutput], requests: Mapping[str, Request], observer: Observer
+    ) -> list[SequenceOutput]:
+        """Append the tokens that only the end of an answer reads. Returns the outputs that are left. requests: by id."""
+        return outputs
 
 
 NOBODY = Observer()

@@ -16,12 +16,14 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import InvalidValueError
 from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.runtime import GRAPH_CHUNKS, Runtime
+from nanoinfer.sampling.sampler import PART_BYTES
 from nanoinfer.system.process import available_cpu_memory, mapped_file_bytes
 
 logger = logging.getLogger(__name__)
 
 GRAPHS_SHARE = 8  # the cache gets at least so many times the memory of the graphs, or steps with many prompt tokens run eagerly
-LOGITS_COPIES = 12  # fp32 copies of [num_rows, vocab] that a sampler with every parameter may hold. int64 weights count twice
+LOGITS_COPIES = 4  # the fp32 copies of [num_rows, vocab] in a step: the model's, those for log-probabilities, a stage's two
+PART_COPIES = 18  # what a stage or the draw takes besides, as copies of the logits that sampler.in_parts gives them at a time
 
 
 def size_cache(runtime: Runtime, config: EngineConfig, *, num_blocks: int | None = None) -> ExecutorInfo:
@@ -157,11 +159,12 @@ def memory_for_cache(
 def peak_step_bytes(runtime: Runtime, config: EngineConfig) -> int:
     """Return the bytes that the largest step takes on a GPU besides weights, cache and graphs.
 
-    The sampler counts as LOGITS_COPIES copies of the logits, plus what its routes reserve.
+    The sampler counts as copies of the logits, plus what its routes reserve.
     """
     num_tokens = config.scheduler.max_num_batched_tokens + config.max_num_rows
     peak, _, logits_bytes = _measure(runtime, num_tokens, config.max_num_rows)
-    return peak + LOGITS_COPIES * logits_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
+    sampler_bytes = LOGITS_COPIES * logits_bytes + PART_COPIES * min(logits_bytes, PART_BYTES)
+    return peak + sampler_bytes + sum(route.reserved_bytes(logits_bytes) for route in runtime.routes)
 
 
 def peak_graph_bytes(runtime: Runtime, config: EngineConfig, num_prompt_tokens: int) -> int:

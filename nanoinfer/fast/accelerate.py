@@ -9,8 +9,14 @@ runs as it is, and the CompiledModel says why. The forward pass of its `model` i
 `print(model.forward.__self__.code)` shows it.
 """
 
+from typing import TYPE_CHECKING
+
 from nanoinfer.config import EngineConfig
+from nanoinfer.engine.observer import Planner
 from nanoinfer.execution.runtime import Runtime
+
+if TYPE_CHECKING:
+    from nanoinfer.execution.local_executor import LocalExecutor
 
 
 def accelerate(runtime: Runtime, config: EngineConfig) -> Runtime:
@@ -28,3 +34,23 @@ def accelerate(runtime: Runtime, config: EngineConfig) -> Runtime:
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
 
     return accelerate_on_cuda(runtime, config)
+
+
+def executor_class(runtime: Runtime, config: EngineConfig) -> "type[LocalExecutor]":
+    """Return the class of the executor of a runtime."""
+    from nanoinfer.execution.local_executor import LocalExecutor
+
+    if runtime.make_step_graphs is not None:
+        from nanoinfer.fast.cuda.steady import SteadyExecutor, supports_steady_steps
+
+        return SteadyExecutor if supports_steady_steps(runtime, config) else LocalExecutor
+    return LocalExecutor
+
+
+def planner_of(executor: "LocalExecutor") -> Planner:
+    """Return what plans the steps of an engine with this executor."""
+    if executor.device.type == "cpu":
+        return Planner()
+    from nanoinfer.fast.cuda.steady import Continued, SteadyExecutor
+
+    return Continued() if isinstance(executor, SteadyExecutor) else Planner()

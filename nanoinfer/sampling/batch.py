@@ -130,8 +130,8 @@ class SamplingBatch(ParameterColumns):
             if last.row_groups.all_greedy and not is_stateful:
                 return last
         else:
-            of_params = _columns_and_groups(params, vocab_size, device)
-            is_stateful = any(_is_stateful(seq) for seq in sequences)
+            of_params = columns_and_groups(params, vocab_size, device)
+            is_stateful = any(is_stateful_row(seq) for seq in sequences)
         positions = tuple(sampled_positions(sequences))
         if of_params["row_groups"].all_greedy:
             u, draws = on_device(torch.zeros(len(sequences), dtype=torch.float64), device), None
@@ -187,7 +187,7 @@ def _uniform(
     return ahead[0], _Draws(seeds, positions, ahead[1:])
 
 
-def _is_stateful(seq: Sequence) -> bool:
+def is_stateful_row(seq: Sequence) -> bool:
     params = seq.params
     return bool(seq.constraints or params.logits_processors) or params.needs_sampling_state or params.min_tokens > 0
 
@@ -202,7 +202,7 @@ def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
     return positions
 
 
-def _columns_and_groups(params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
+def columns_and_groups(params: tuple[SamplingParams, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
     """Return the fields of SamplingBatch that depend on the parameters alone."""
     numbers = np.array([_NUMBERS(p) for p in params]).reshape(len(params), 6)  # (0, 6) if no row draws: only prompt chunks
     temperature, min_p, top_p, repetition, frequency, presence = numbers.T  # [batch], float64

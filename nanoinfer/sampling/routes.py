@@ -14,15 +14,12 @@ from torch import Tensor
 
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler, choose
-from nanoinfer.sampling.stages import STAGES, apply_temperature
-
-STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(apply_temperature)]  # they change few logits, in place
-STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(apply_temperature) :]  # what a route computes, with the draw
+from nanoinfer.sampling.stages import STAGES_BEFORE_TEMPERATURE, STAGES_FROM_TEMPERATURE
 
 
 @runtime_checkable
 class Route(Protocol):
-    """Gives exactly the tokens of the plain list of stages, in less time."""
+    """Gives exactly the tokens of the stages from the temperature on and of the draw, in less time."""
 
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " num_rows"] | None:
         """Choose a token id per row. There is at least one row, and the stages before the temperature have been applied.

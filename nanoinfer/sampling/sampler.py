@@ -14,8 +14,9 @@ from nanoinfer.outputs import TokenReport
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, draw
 from nanoinfer.sampling.stages import STAGES as STAGES  # users import it from here
-from nanoinfer.sampling.stages import Logits, Stage, apply_logits_processors, stage_name
+from nanoinfer.sampling.stages import STAGES_FROM_TEMPERATURE, Logits, Stage, apply_logits_processors, stage_name
 
+PART_BYTES = 2**22  # the logits of which a stage from the temperature on, or the draw, computes new ones at a time
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
 
 
@@ -108,7 +109,7 @@ class Sampler:
 
     def apply(self, stages: tuple[Stage, ...], logits: Logits, batch: SamplingBatch) -> Logits:
         for stage in stages:
-            logits = stage(logits, batch)
+            logits = apply_stage(stage, logits, batch)
         return logits
 
     def sampled(
@@ -144,7 +145,7 @@ class Sampler:
             users.append(apply_logits_processors)
         for stage in STAGES:
             if stage is not apply_logits_processors:
-                blank = stage(blank, batch)
+                blank = apply_stage(stage, blank, batch)
             if not blank[row].amax().isfinite():
                 return f"no token is left to draw after {stage_name(stage)}; loosen the parameters that it reads"
         if users:
@@ -159,4 +160,26 @@ def choose(logits: Logits, batch: SamplingBatch) -> Int[Tensor, " batch"]:
     if batch.row_groups.all_greedy:
         return token_ids
     is_chosen = token_ids < 0 if batch.greedy is None else batch.greedy | (token_ids < 0)
-    return torch.where(is_chosen, token_ids, draw(logits, batch.u))
+    return torch.where(is_chosen, token_ids, in_parts(lambda logits, batch: draw(logits, batch.u), logits, batch))
+
+
+def apply_stage(stage: Stage, logits: Logits, batch: SamplingBatch) -> Logits:
+    return in_parts(stage, logits, batch) if stage in STAGES_FROM_TEMPERATURE else stage(logits, batch)
+
+
+def in_parts(function: Stage, logits: Logits, batch: SamplingBatch) -> Tensor:
+    """Compute function(logits, batch), some rows at a time, because weights and sorted logits take many times their memory.
+
+    function: computes each row for itself, from the columns of SamplingBatch.only_rows.
+    """
+    num_rows = max(PART_BYTES // (logits.shape[-1] * logits.itemsize), 1)
+    if num_rows >= len(logits):
+        return function(logits, batch)
+    out = None
+    for start in range(0, len(logits), num_rows):
+        rows = slice(start, start + num_rows)
+        part = function(logits[rows], batch.only_rows(rows))
+        out = part.new_empty(len(logits), *part.shape[1:]) if out is None else out
+        out[rows] = part
+    assert out is not None, "the first part has made it"
+    return out

@@ -225,6 +225,8 @@ STAGES: tuple[Stage, ...] = (
     keep_top_k,
     keep_top_p,
 )
+STAGES_BEFORE_TEMPERATURE = STAGES[: STAGES.index(apply_temperature)]  # they change few logits, in place
+STAGES_FROM_TEMPERATURE = STAGES[STAGES.index(apply_temperature) :]  # they return new logits
 
 
 def stage_name(stage: Stage) -> str:

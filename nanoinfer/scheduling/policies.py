@@ -69,11 +69,11 @@ class PreemptingScheduler(Scheduler):
         finally:  # not earlier, because the policy iterates over `waiting`
             self.waiting.extendleft(selection.preempted)
 
-    def _has_place(self) -> bool:
+    def has_place(self) -> bool:
         return True  # or to_preempt may make one
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:
-        is_started = super()._has_place() and super()._start(selection, seq)
+        is_started = super().has_place() and super()._start(selection, seq)
         if is_started or self._start_instead(selection, seq):
             self._num_tokens_at_start[seq] = seq.num_tokens
             return True

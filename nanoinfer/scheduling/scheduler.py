@@ -141,12 +141,12 @@ class Scheduler:
 
         The forward pass may still be in flight, because later launches run after it.
         """
-        manager = self.block_manager
+        manager, block_size = self.block_manager, self.block_manager.block_size
         for item in plan.scheduled:
             seq = item.sequence
             num_computed = seq.num_computed_tokens = seq.num_computed_tokens + item.num_new_tokens
-            fills_block = manager.enable_prefix_caching and num_computed // manager.block_size > len(seq.prefix_keys)
-            if fills_block or manager.acts_each_step:
+            fills_block = manager.enable_prefix_caching and num_computed // block_size > len(seq.prefix_keys)
+            if (fills_block and len(seq.token_ids) // block_size > len(seq.prefix_keys)) or manager.acts_each_step:
                 manager.cache_finished_blocks(seq, min(num_computed, len(seq.token_ids)))  # a sampled token has no id yet
             if seq.forks and seq.num_new_tokens == 0:
                 self._fork(seq)
@@ -216,14 +216,14 @@ class Scheduler:
 
     def _start_waiting(self, selection: Selection) -> None:
         """Start waiting sequences in the policy's order, until a sequence does not fit."""
-        if not self._has_place():
+        if not self.has_place():
             return
         selection.num_kept_free = sum([self.num_reserved_blocks(seq) + len(seq.forks) for seq in self.running])
         in_use = {name: {seq.extras.get(name) for seq in self.running} for name in self.limits}
         started: list[Sequence] = []
         try:
             for seq in self.order_waiting(self.waiting):
-                if not self._has_place():
+                if not self.has_place():
                     break
                 assert seq.status is SequenceStatus.WAITING, "order_waiting returns waiting sequences, each once"
                 values = {name: of_running | {seq.extras.get(name)} for name, of_running in in_use.items()}
@@ -243,7 +243,8 @@ class Scheduler:
                 "must return one that may_start accepts"
             )
 
-    def _has_place(self) -> bool:
+    def has_place(self) -> bool:
+        """Return whether another sequence may run."""
         return len(self.running) < self.config.max_num_seqs
 
     def _start(self, selection: Selection, seq: Sequence) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from nanoinfer.errors import HelperProcessError, QueueFullError, starting_threads
 
 MAX_ATTEMPTS = 2
-MAX_START_SECONDS = 30.0
+MAX_START_SECONDS = 120.0
 
 # The signals by which a request ends its process: the time limit, or an error in a library. Windows lacks most.
 _LIMIT = signal.Signals.__members__.get("SIGPROF")
@@ -27,7 +27,8 @@ _CRASHES = {signal.Signals.__members__.get(name) for name in ("SIGABRT", "SIGBUS
 class HelperProcess:
     """Runs `python -m module`, which calls serve(). It may be used by any thread. subject: what it works on, for messages.
 
-    max_wait: the seconds that a request may wait for others. max_seconds: those after which a silent process is killed.
+    max_wait: the seconds that a request may wait for others, once the process has started. max_seconds: those after which a
+        silent process is killed.
     """
 
     def __init__(self, module: str, subject: str, *, max_wait: float, max_seconds: float) -> None:
@@ -35,6 +36,7 @@ class HelperProcess:
         self._max_wait, self._max_seconds = max_wait, max_seconds
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_starting = False
         self._owner = 0  # the id of the process that started it, because each fork starts its own
 
     def ask(self, request: str) -> Any:
@@ -44,8 +46,9 @@ class HelperProcess:
             QueueFullError: the requests of others took longer than max_wait.
             HelperProcessError: the process did not start, or was killed, at every attempt.
         """
-        if not self._lock.acquire(timeout=self._max_wait):
-            raise QueueFullError(f"too many {self._subject} wait already; try again later")
+        while not self._lock.acquire(timeout=self._max_wait):
+            if not self._is_starting:  # which takes longer than requests do, and is no sign of too many
+                raise QueueFullError(f"too many {self._subject} wait already; try again later")
         ended_by: int | None = None
         try:
             for _ in range(MAX_ATTEMPTS):
@@ -85,13 +88,15 @@ class HelperProcess:
         """Start the process with this process's module path. Returns None if it does not become ready."""
         if not self._owner:  # the first start
             atexit.register(self.close)
-        self._owner = os.getpid()
+        self._owner, self._is_starting = os.getpid(), True
         try:
             self._process = start_python("-W", "ignore", "-m", self._module, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            if _read_line(self._process, MAX_START_SECONDS) != b"ready\n":
+                self.close()
         except OSError:
-            return None
-        if _read_line(self._process, MAX_START_SECONDS) != b"ready\n":
             self.close()
+        finally:
+            self._is_starting = False
         return self._process
 
 

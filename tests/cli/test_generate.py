@@ -132,7 +132,8 @@ def test_a_model_that_has_a_smaller_context_than_its_own_says_so(llm, monkeypatc
 
 
 @pytest.mark.parametrize("command", [["generate", PROMPT], ["chat"], ["explain", PROMPT]])
-def test_the_options_of_the_engine_reach_it_in_every_command(command, monkeypatch):
+def test_the_options_of_the_engine_reach_it_in_every_command(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # explain begins with the file that it will write
     seen, threads = [], []
 
     def refuse(**given):

@@ -112,7 +112,7 @@ def test_a_task_and_an_order_of_the_readers_own_run_in_the_browser(address, brow
         """Run code in the open field, and wait for the words."""
         page.locator("textarea:visible").fill(code)
         page.get_by_role("button", name="Run").last.click()
-        page.locator("pre[role=status]").filter(has_text=awaited).wait_for(timeout=60_000)
+        page.locator("pre[role=status]").filter(has_text=awaited).wait_for()
 
     page.goto(f"{address}docs/tasks/")
     assert not [url for url in asked if "pyodide" in url]  # only what runs Python loads it

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton import jit, language
@@ -24,7 +25,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
-from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights
+from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
 from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
@@ -241,48 +242,55 @@ def _logits_of(rows: str, num_rows: int, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype)
 
 
+_U = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+
+
 def check_choose(rows: str, dtype: torch.dtype) -> float:
-    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit."""
-    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    """Compare with draw.draw_from_weights: ids are exact. Some rows are greedy, and some have no largest logit.
+
+    Most numbers are at an end of an id's interval, so that another weight of any id draws another id.
+    """
     temperature = torch.tensor([1.0, 0.6, 1.0, 1.7, 1.0, 0.05, 0.9, 1.0, 2.0])
     min_p = torch.tensor([0.0, 0.0, 0.05, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0])
-    greedy = torch.arange(len(u)) % 4 == 3
-    logits = _logits_of(rows, len(u), dtype)
+    greedy = torch.arange(len(_U)) % 4 == 3
+    logits = _logits_of(rows, len(_U), dtype)
     logits[1, 5], logits[5, 5], logits[7] = float("nan"), float("inf"), float("-inf")
     largest_ids, weights = argmax(logits.float()), _emulated_weights(logits.float(), temperature, min_p)
-    is_drawn = (largest_ids >= 0) & ~greedy
-    expected = torch.where(is_drawn, draw_from_weights(weights, u), largest_ids)
+    cumulative = weights.cumsum(-1)
+    ends = cumulative.gather(1, (cumulative <= cumulative[:, -1:] // 2).sum(-1, keepdim=True).clamp_max(logits.shape[1] - 1))
+    rows = torch.arange(len(_U))
+    u = torch.where(rows == 4, _U, (ends[:, 0].double() + rows % 4 / 2 - 0.5) / cumulative[:, -1].clamp_min(1))
+    expected = torch.where((largest_ids >= 0) & ~greedy, draw_from_weights(weights, u), largest_ids)
     columns = ParameterColumns(greedy=greedy, temperature=temperature, min_p=min_p)
-    token_ids, _, totals = draw_kernel.choose(logits, columns, u)
     same = (
-        torch.equal(token_ids, expected),
-        torch.equal(totals, torch.where(is_drawn, weights.sum(-1), 0)),
-        torch.equal(draw_kernel.choose(logits, ParameterColumns(), None)[0], largest_ids),
+        torch.equal(draw_kernel.choose(logits, columns, u), expected),
+        torch.equal(draw_kernel.choose(logits, ParameterColumns(), None), largest_ids),
     )
     return 0.0 if all(same) else float("inf")
 
 
 def check_draw(rows: str) -> float:
-    """Compare with the plain stages: ids are exact. Rows that are decided, and their ids, stay as they are."""
+    """Compare with the plain stages and with draw.uniform: ids are exact. Also with a list that is full."""
+    seeds, positions = [2**64 - 1 - 977 * row for row in range(len(_U))], [2**row + row for row in range(len(_U))]
     top_p = torch.tensor([0.9, 1.0, 0.3, 1.0, 0.999, 0.5, 1e-9, 0.7, 0.95], dtype=torch.float64)
-    top_k = torch.tensor([0, 0, 40, 700, 0, 3, 0, 1, 0])  # 0: off
-    u = torch.tensor([0.31, 0.997, 0.62, 0.45, 1 - 2**-53, 0.88, 0.0, 0.5, 0.999], dtype=torch.float64)
+    top_k = torch.tensor([2**63 - 1, 9999, 40, 700, 9999, 3, 9999, 1, 9999])  # more than the vocabulary: off
     temperature = torch.tensor([0.7, 1.0, 1.0, 1.5, 1.0, 1.0, 0.8, 1.0, 1.0])
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0])
-    logits = _logits_of(rows, len(u), torch.float32)
-    weights, largest = _emulated_weights(logits, temperature, min_p), logits.amax(-1)
-    scaled = stages.divided(logits, temperature)
-    falling = scaled.sort(descending=True).values
-    smallest = torch.where(top_k > 0, falling.gather(1, top_k[:, None].clamp_min(1) - 1)[:, 0], float("-inf"))
-    is_undecided = torch.arange(len(u)) % 4 != 1
-    token_ids = torch.full((len(u),), -7)
-    kept = scaled.masked_fill((scaled < smallest[:, None]) | (weights == 0), float("-inf"))
+    logits = _logits_of(rows, len(_U), torch.float32)
+    weights, scaled = _emulated_weights(logits, temperature, min_p), stages.divided(logits, temperature)
+    falling = scaled.masked_fill(weights == 0, float("-inf")).sort(descending=True).values
+    smallest = falling.gather(1, torch.where(top_k < logits.shape[1], top_k, logits.shape[1])[:, None] - 1)
+    kept = scaled.masked_fill((scaled < smallest) | (weights == 0), float("-inf"))
     with mock.patch.object(stages, "integer_weights", lambda falling: _in_order(weights, kept).masked_fill(falling.isinf(), 0)):
         is_kept = stages.drop_beyond(kept, top_p).isfinite()
-    expected = torch.where(is_undecided, draw_from_weights(weights * is_kept, u), token_ids)
-    columns = ParameterColumns(temperature=temperature, min_p=min_p)
-    draw_kernel.draw_undecided(logits, largest, columns, smallest, top_p, u, is_undecided, token_ids)
-    return 0.0 if torch.equal(token_ids, expected) else float("inf")
+    expected = draw_from_weights(weights * is_kept, uniform(seeds, positions))
+    columns = ParameterColumns(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+    of_rows = torch.tensor(np.array(seeds, np.uint64).view(np.int64)), torch.tensor(positions)
+    same = []
+    for size in (4096, 32):
+        with mock.patch.multiple(draw_kernel, _LIST=size, _TRIED=40):
+            same.append(torch.equal(draw_kernel.choose(logits, columns, of_rows), expected))
+    return 0.0 if all(same) else float("inf")
 
 
 def _in_order(weights: Tensor, logits: Tensor) -> Tensor:

@@ -183,10 +183,31 @@ FAULTS: dict[str, InPtx | InSource] = {
         hidden_from=linear("bias"),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
-        "_draw_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "values", draw, at=-1
+        "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1
     ),
-    "draw: ties that are counted from 0 in each tile": InSource(
-        draw_kernel, "num_ties + tl.cumsum(ties, 0)", "tl.cumsum(ties, 0)", "values", draw
+    "draw: parts that list at the same place": InSource(
+        draw_kernel, 'tl.atomic_add(num_listed + row, num, sem="relaxed")', "tl.load(num_listed + row)", "RaceFault", draw
+    ),
+    "draw: a list that is longer than its memory": InSource(
+        draw_kernel, "mask=(is_listed == 1) & (at < LIST)", "mask=is_listed == 1", "OutsideFault", draw
+    ),
+    "draw: a list whose length is not set to 0": InSource(
+        draw_kernel, "    tl.store(num_listed + row, 0)\n", "", "UnwrittenFault", draw
+    ),
+    "draw: a full list that is read": InSource(
+        draw_kernel, "tl.where(num <= LIST, num, 0)", "tl.minimum(num, LIST)", "values", draw
+    ),
+    "draw: a list that is too short for top_p": InSource(
+        draw_kernel, "< p * total.to(tl.float64), 0", "< 0.0, 0", "values", draw
+    ),
+    "draw: a bound that only the largest logit reaches": InSource(
+        draw_kernel, "tl.where(k < VOCAB, k, TRIED)", "tl.where(k < VOCAB, 1, TRIED)", "values", draw
+    ),
+    "draw: equal logits in falling order of the ids": InSource(
+        draw_kernel, "+ ((1 << BITS) - 1 - ids)", "+ ids", "values", draw
+    ),
+    "draw: the words of a position exchanged": InSource(
+        draw_kernel, ", low, high, 0, 0)", ", high, low, 0, 0)", "values", draw
     ),
     "draw: logits that are read without their mask": InSource(
         draw_kernel, 'ids, mask=ids < VOCAB, other=float("-inf")', "ids", "OutsideFault", draw

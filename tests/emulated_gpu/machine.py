@@ -39,9 +39,13 @@ _COMPARE = {
     "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
     "ltu": lambda a, b, out, where: np.copyto(out, ~(a >= b), where=where), "neu": np.not_equal,
+    "geu": lambda a, b, out, where: np.copyto(out, ~(a < b), where=where),
 }  # fmt: skip
 _ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
-_CONVERSIONS = (["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"], ["rn", "f32", "s64"])
+_CONVERSIONS = (
+    ["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rn", "f64", "u64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"],
+    ["rn", "f32", "s64"],
+)  # fmt: skip
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
@@ -187,6 +191,8 @@ class Machine:
         if operand.startswith("0f"):
             bits = np.uint32(int(operand[2:], 16))
             return bits if dtype in (np.uint32, np.int32) else bits.view(dtype)
+        if operand.startswith("0d"):
+            return np.uint64(int(operand[2:], 16)).view(dtype)
         number = int(operand, 0)
         if dtype is np.bool_:
             return np.bool_(number)

@@ -4,9 +4,13 @@ import functools
 
 import pytest
 
-from nanoinfer import LLM
-from tests.helpers import tiny_models
-from tests.helpers.tiny_models import assert_nothing_is_left
+from tests.helpers.prepared import prepare
+
+prepare()
+
+from nanoinfer import LLM  # noqa: E402
+from tests.helpers import tiny_models  # noqa: E402
+from tests.helpers.tiny_models import assert_nothing_is_left  # noqa: E402
 
 MEMORY = 2**24
 

@@ -312,14 +312,6 @@ def test_a_logprob_tells_its_ids_text(llm, ids_llm):
     assert {told.decoded_token for row in answer.logprobs for told in row.values()} == {None}
 
 
-def test_processed_logprobs_of_a_greedy_row_are_at_temperature_1(qwen3_path):
-    llm = load(qwen3_path, logprobs_mode="processed")
-    [answer] = answers(llm, [1, 2], asked(temperature=0.0, top_k=3, logprobs=-1, logit_bias={5: -100.0}))
-    logits = oracle_logits(qwen3_path, [1, 2, *answer.token_ids])[1:-1]
-    logits[:, 5] -= 100
-    torch.testing.assert_close(values_of(answer.logprobs), logits.log_softmax(-1), atol=1e-4, rtol=0)
-
-
 # ---- log-probabilities of the prompt
 
 

@@ -701,7 +701,7 @@ class InStep:
 
     def emit(self, event):
         if isinstance(event, StepScheduled) and self.barrier is not None:
-            self.barrier.wait(timeout=60)
+            self.barrier.wait(timeout=600)
             self.num_steps += 1
 
 

@@ -48,17 +48,17 @@ def test_the_thread_of_a_server_captures_while_it_is_idle_until_a_command_arrive
 
         def capture_next(self):
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(600)
             return super().capture_next()
 
     thread = EngineThread(lambda: LLMEngine(Waiting(), EngineConfig()), lambda news: None)
     executor = thread.engine.executor
-    assert begun.wait(30)
+    assert begun.wait(600)
     called = thread.call(lambda: executor.num_left)
     go_on.set()
-    assert called.result(30) == 999
+    assert called.result(600) == 999
     thread.close()
-    thread.join(30)
+    thread.join(600)
 
 
 @pytest.mark.parametrize("has_step_graphs", [False, True])

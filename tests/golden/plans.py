@@ -11,6 +11,7 @@ functions in the part "interfaces" are the only ones that a rewrite may have to 
 
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from nanoinfer.build import ParameterFeatures, make_block_manager
 from nanoinfer.config import CacheConfig, EngineConfig, SchedulerConfig
 from nanoinfer.engine.inputs import RequestFeature
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.observer import together
+from nanoinfer.engine.observer import Planner, together
 from nanoinfer.errors import NanoinferError
 from nanoinfer.execution.executor import ExecutorInfo, PromptReader, SequenceOutput, StepOutput
 from nanoinfer.features.beam_search.search import BeamSearch
@@ -301,7 +302,7 @@ class EventLines:
 # ---- the run
 
 
-def make_engine(load: Load, record: Record, events: EventLines, store: Store | None) -> LLMEngine:
+def make_engine(load: Load, record: Record, events: EventLines, store: Store | None, planner: Planner | None) -> LLMEngine:
     base = LastEvicted if load.evicts == "last" else BlockManager
     own = {"eager": EagerScheduler, "patient": PatientScheduler}.get(load.policy)
     drafts = {"method": "ngram", "num_speculative_tokens": load.num_drafts, "adaptive": False}
@@ -315,7 +316,8 @@ def make_engine(load: Load, record: Record, events: EventLines, store: Store | N
         ),
         speculative=SpeculativeConfig(**drafts) if load.num_drafts else None,
     )  # fmt: skip
-    planner = None if config.speculative is None else Speculator(Proposer(), config.speculative)
+    if config.speculative is not None:
+        planner = Speculator(Proposer(), config.speculative)
     executor = RecordingExecutor(load, record)
     observer = together(EngineMetrics(), TracingObserver(events, load.block_size))
     features = [*([Adapters(load.max_loras)] if load.max_loras else []), ParameterFeatures(None, executor)]
@@ -391,17 +393,18 @@ def run_engine(load: Load, record: Record, events: EventLines, engine: LLMEngine
         record.lines.append(f"{request.request_id}: {ends}, {num_cached} tokens cached, preempted {num_preemptions} times")
 
 
-def record_of(load: Load | str, *, check: bool = False) -> Record:
+def record_of(load: Load | str, *, check: bool = False, planner: Callable[[], Planner] = Planner) -> Record:
     """Run a load, or the load of a name, and record it. A load with a store is run twice, as before and after a restart.
 
     check: whether each step must read what it should. Raises: AssertionError if one does not.
+    planner: makes what plans the steps of a load without drafts.
     """
     load = make_load(load) if isinstance(load, str) else load
     record, kept = Record(), OrderedDict()
     for _ in range(2 if load.store_blocks else 1):
         record.memory = Memory(load) if check else None
         store, events = Store(record, load.store_blocks, load.budget, kept) if load.store_blocks else None, EventLines(record)
-        engine = make_engine(load, record, events, store)
+        engine = make_engine(load, record, events, store, planner())
         run_engine(load, record, events, engine)
         engine.close()
     return record

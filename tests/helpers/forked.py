@@ -75,7 +75,10 @@ def _child(function, what, cwd, environment, files, path):
     sys.path[:] = path
     import torch
 
+    from tests.helpers import precompiled
+
     torch.set_num_threads(1)  # the other core is another test's
+    precompiled.install()
     try:
         function(what)
     except SystemExit:
@@ -155,8 +158,10 @@ def _received(duplicate):
 
 def _rank(arguments, stdin, descriptors):
     from nanoinfer.features.distributed import worker
+    from tests.helpers import precompiled
 
     gc.freeze()  # as for a notebook
+    precompiled.install()
     os.dup2(stdin.number, 0)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}
     rank, device, port, *given = arguments

@@ -23,7 +23,7 @@ class HttpServer:
 
     def request(self, method, path, **options):
         """verify=False: reading the certificates of the authorities takes longer than most answers."""
-        return httpx2.request(method, self.url + path, timeout=60, verify=False, **options)
+        return httpx2.request(method, self.url + path, timeout=600, verify=False, **options)
 
     def post(self, path, body=None, **options):
         return self.request("POST", path, **({"json": body} if body is not None else {}), **options)
@@ -47,7 +47,7 @@ class HttpServer:
         import json
 
         data = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=600)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         return connection
@@ -77,7 +77,7 @@ def serving(load=lambda: AsyncLLM("tiny-qwen3", seed=0), *, shutdown_timeout=0.0
         yield HttpServer(async_llm, bound.getsockname()[1], server.config.app)
     finally:
         server.should_exit = True
-        thread.join(timeout=60)
+        thread.join(timeout=600)
         assert not thread.is_alive()
         tiny_models.assert_nothing_is_left(async_llm)
         assert async_llm.num_unfinished_answers == 0
@@ -88,5 +88,5 @@ def new_client(server, *, strict):
     import openai
 
     return openai.OpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60, _strict_response_validation=strict
+        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=600, _strict_response_validation=strict
     )

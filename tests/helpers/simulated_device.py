@@ -229,6 +229,10 @@ class Device:
 
     def arrive(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         """Finish copies to pinned memory."""
+        with torch.inference_mode():  # as the package made the memory
+            self._finish(copies)
+
+    def _finish(self, copies: list[tuple[Tensor, Tensor]]) -> None:
         for copy in list(copies):
             if any(copy is other for other in self.on_the_way):
                 self.on_the_way = [other for other in self.on_the_way if other is not copy]

@@ -18,9 +18,9 @@ class Member(Communicator):
     def all_gather(self, x):
         self.sent.append((x.dtype, x.numel()))
         self._tensors[self.rank] = x
-        self._barrier.wait(60)
+        self._barrier.wait(600)
         gathered = torch.stack(self._tensors)
-        self._barrier.wait(60)  # no rank sends again before all have read
+        self._barrier.wait(600)  # no rank sends again before all have read
         return gathered
 
     def all_reduce(self, x):

@@ -76,7 +76,7 @@ def server():
 
     def post(path="/v1/completions", **fields):
         request = urllib.request.Request(f"http://127.0.0.1:{http.server_port}{path}", json.dumps(fields).encode())
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=600) as response:
             return response.read().decode()
 
     yield engine, post

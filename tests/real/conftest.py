@@ -11,9 +11,13 @@ import zipfile
 import pytest
 import torch
 
-from nanoinfer.system import environment
-from tests.real import packages
-from tests.real.packages import CACHE, PACKAGES
+from tests.helpers.prepared import prepare
+
+prepare()
+
+from nanoinfer.system import environment  # noqa: E402
+from tests.real import packages  # noqa: E402
+from tests.real.packages import CACHE, PACKAGES  # noqa: E402
 
 
 def fetched(name):

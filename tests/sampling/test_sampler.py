@@ -2,12 +2,16 @@
 
 import math
 import random
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import SamplingParams
+from nanoinfer.execution import memory as memory_sizes
 from nanoinfer.fast.sampling.few_logits import FewLogits
+from nanoinfer.sampling import sampler
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import draw, philox, uniform
 from nanoinfer.sampling.sampler import STAGES
@@ -147,3 +151,35 @@ def test_a_row_at_temperature_1_keeps_its_bits_beside_a_row_at_another_temperatu
     for seed in range(20):
         alone = sample(row, sequence(seed=seed, top_k=2)).token_ids[0]
         assert sample(row.repeat(2, 1), sequence(seed=seed, top_k=2), sequence(temperature=0.5)).token_ids[0] == alone
+
+
+class MostBytes(TorchDispatchMode):
+    """The most bytes of the tensors that were made and were alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.alive:
+                self.alive[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage.data_ptr())
+        self.most = max(self.most, sum(self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("num_parts", [1, 16])
+def test_a_step_by_stages_takes_no_more_memory_than_is_kept_free(num_parts, monkeypatch):
+    rows = [Sequence("r", [1], SamplingParams(temperature=0.7, min_p=0.01, top_k=40, top_p=0.9), i, 99) for i in range(64)]
+    batch = SamplingBatch.build(rows, 4096, torch.device("cpu"))
+    logits, plain = torch.randn(64, 4096), sampling_by()
+    expected = plain(logits.clone(), batch).read().token_ids
+    monkeypatch.setattr(sampler, "PART_BYTES", logits.nbytes // num_parts)
+    with MostBytes() as memory:
+        tokens = plain(logits.clone(), batch)
+    assert tokens.read().token_ids == expected
+    kept = memory_sizes.LOGITS_COPIES - 1 + memory_sizes.PART_COPIES / num_parts  # no row has log-probabilities
+    assert kept / 2 < memory.most / logits.nbytes <= kept

@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.helpers.prepared import prepare
+
+prepare()
+
 for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx2"):
     pytest.importorskip(name, reason=f'{name} is not installed; pip install -e ".[test]"')
 

@@ -19,7 +19,7 @@ def tokens_and_steps(server, path, body, *, num_steps_per_event):
     Returns: for each event with tokens, their number, and the number of steps that were made when it was read.
     """
     body, seen = body | {"stream": True, "max_tokens": 20, "ignore_eos": True, "seed": 1}, []
-    stream = httpx2.stream("POST", server.url + path, json=body, timeout=60, verify=False)
+    stream = httpx2.stream("POST", server.url + path, json=body, timeout=600, verify=False)
     with limited_steps(server.async_llm.engine, 1) as steps, stream as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():

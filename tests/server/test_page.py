@@ -28,7 +28,6 @@ def visit(browser):
 
     def open_page(server, **options):
         context = browser.new_context(**{"viewport": {"width": 900, "height": 800}} | options)
-        context.set_default_timeout(120_000)
         contexts.append(context)
         servers.append(server.url)
 

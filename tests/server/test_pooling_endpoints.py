@@ -147,7 +147,7 @@ def test_a_reader_that_leaves_and_one_that_is_too_late_leave_nothing(embedder, m
     are_added, add = Semaphore(0), embedder.async_llm.engine.scheduler.add
     monkeypatch.setattr(embedder.async_llm.engine.scheduler, "add", lambda seq: (add(seq), are_added.release()))
     connection = embedder.open_stream({"input": ["a little dog " * 100] * 8}, "/v1/embeddings")
-    assert all(are_added.acquire(timeout=60) for _ in range(8))
+    assert all(are_added.acquire(timeout=600) for _ in range(8))
     connection.close()
     embedder.wait_until_idle()
     late = embedder.post("/v1/embeddings", {"input": "a little dog", "timeout": 1e-9})

@@ -53,7 +53,7 @@ def test_answers_streams_and_errors_are_those_of_the_server(url, llm):
     headers = {"Authorization": "Bearer secret"}
 
     def post(**body):
-        return httpx2.post(f"{url}/v1/completions", json={"prompt": "Once upon a time", **body}, headers=headers, timeout=60)
+        return httpx2.post(f"{url}/v1/completions", json={"prompt": "Once upon a time", **body}, headers=headers, timeout=600)
 
     params = replace(llm.get_default_sampling_params(), max_tokens=9, seed=5)
     text = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text

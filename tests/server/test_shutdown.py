@@ -44,7 +44,7 @@ def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
     headers = {"Authorization": "Bearer k"}
     with process:
         with httpx2.stream(
-            "POST", url + "/v1/completions", json=LONG | {"n": 16}, headers=headers, timeout=60, verify=False
+            "POST", url + "/v1/completions", json=LONG | {"n": 16}, headers=headers, timeout=600, verify=False
         ) as response:
             lines = response.iter_lines()
             assert '"model":"m"' in next(lines)
@@ -61,7 +61,7 @@ def test_sigterm_ends_streams_with_an_error_and_the_process_with_0():
 
 @pytest.mark.slow
 def test_running_requests_may_finish_and_new_ones_on_open_connections_get_503():
-    with http_server.serving(shutdown_timeout=60) as server:
+    with http_server.serving(shutdown_timeout=600) as server:
         texts = []
         reader = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", LONG).text))
         with limited_steps(server.async_llm.engine, 5):

@@ -57,7 +57,7 @@ def test_the_weights_of_a_folder_answer_after_a_pause(server, folder, own):
         thread.start()
         server.wait_until_busy()
     assert server.post("/pause", {}).json() == {"weights_version": version, "is_paused": True}
-    thread.join(60)
+    thread.join(600)
     assert len(long_answer) == 200, "what runs is answered to the end"
     refused = server.post("/v1/completions", BODY)
     assert (refused.status_code, "call resume() first" in refused.text) == (503, True)
@@ -118,6 +118,6 @@ def test_a_pause_may_end_what_runs_and_a_server_without_the_option_has_none_of_i
         thread.start()
         server.wait_until_busy()
         assert server.post("/pause?mode=abort", {}).json()["is_paused"]
-    thread.join(60)
+    thread.join(600)
     assert not server.post("/resume", {}).json()["is_paused"]
     assert "error" in answers[0] or answers[0]["choices"][0]["finish_reason"] == "abort"

@@ -86,6 +86,30 @@ def test_a_request_waits_for_others_no_longer_than_max_wait():
         assert time.perf_counter() - start >= 0.05
 
 
+def test_a_start_that_takes_longer_than_max_wait_refuses_no_request(helper, monkeypatch):
+    is_starting, has_waited, replies = threading.Event(), threading.Event(), []
+    start_python = helper_process.start_python
+
+    def late(*arguments, **options):
+        is_starting.set()
+        has_waited.wait(600)
+        return start_python(*arguments, **options)
+
+    monkeypatch.setattr(helper_process, "start_python", late)
+    monkeypatch.setattr(helper, "_max_wait", 0.01)
+    threads = [threading.Thread(target=lambda: replies.append(helper.ask("[0, 0]"))) for _ in range(2)]
+    threads[0].start()
+    is_starting.wait(600)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    monkeypatch.setattr(helper, "_max_wait", 60.0)
+    has_waited.set()
+    for thread in threads:
+        thread.join()
+    assert replies == [0, 0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_that_is_killed_while_idle_or_at_work_costs_no_request(helper, number):
     assert helper.ask(f"[{number:d}, 0]") == 0

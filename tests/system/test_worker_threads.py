@@ -43,7 +43,7 @@ def test_one_thread_works_on_large_requests_and_several_on_small_ones(is_large):
 
         def meet():
             try:
-                return arrive.wait(timeout=0.2 if is_large else 60)
+                return arrive.wait(timeout=0.2 if is_large else 600)
             except threading.BrokenBarrierError:
                 return None
 

@@ -165,6 +165,7 @@ class StepGraphs:
         self._run: Run  # of the last call
         self._rows: dict[str, Tensor] = {}  # the tensors that the graphs read and write, for the largest shape
         self._inputs: dict[StepSize, ForwardBatch] = {}  # a graph's rows of these tensors
+        self._constants: dict[int, Tensor] = {}  # what padding holds, for the largest shape
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
         self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
         self.capture_next = self.table.capture_next
@@ -247,14 +248,16 @@ class StepGraphs:
         num_decodes = 0 if batch is None else batch.attention.num_decodes
         padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
         changing = self._changing(inputs), self._changing(batch or inputs)
+        copies: list[tuple[Tensor, Tensor]] = []  # targets and sources
         for static, new, (of_decodes, of_chunks) in zip(*changing, padding, strict=True):
             if batch is None:
                 new = new[:0]
             if not shape.num_chunk_tokens:
-                _put(static, new, of_decodes)
+                copies += self._rows_to_put(static, new, of_decodes)
                 continue
-            _put(static[:start], new[:num_decodes], of_decodes)
-            _put(static[start:], new[num_decodes:], of_chunks)
+            copies += self._rows_to_put(static[:start], new[:num_decodes], of_decodes)
+            copies += self._rows_to_put(static[start:], new[num_decodes:], of_chunks)
+        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])  # by one kernel
         if shape.num_chunk_tokens and batch is not None:
             ends = [start - num_decodes + end for end in batch.attention.query_start_loc_cpu[num_decodes + 1 :]]
             ends += ends[-1:] * (GRAPH_CHUNKS - len(ends))
@@ -267,11 +270,16 @@ class StepGraphs:
             changing += (group.slot_mapping, group.block_tables)
         return changing
 
-
-def _put(static: Tensor, new: Tensor, value: int) -> None:
-    """Copy `new` into the first rows, which have as many columns or more, and `value` into the others."""
-    if (num_rows := new.shape[0]) < static.shape[0]:
-        static[num_rows:] = value
-        static = static[:num_rows]
-    if num_rows:
-        (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
+    def _rows_to_put(self, static: Tensor, new: Tensor, value: int) -> list[tuple[Tensor, Tensor]]:
+        """List the copies that put `new` into the first rows and `value` into the others. Tables are put at once."""
+        num_rows, num_others = new.shape[0], static.shape[0] - new.shape[0]
+        if static.ndim == 2:  # of a smaller dtype, and with as many columns or more
+            if num_others:
+                static[num_rows:] = value
+            if num_rows:
+                static[:num_rows, : new.shape[1]].copy_(new)
+            return []
+        if value not in self._constants:
+            self._constants[value] = torch.full((sum(self._largest),), value, device=self._device)
+        pairs = (static[:num_rows], new), (static[num_rows:], self._constants[value][:num_others])
+        return [pair for pair in pairs if len(pair[0])]

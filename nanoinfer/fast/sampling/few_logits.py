@@ -13,8 +13,7 @@ number's weight does not depend on its place.
 A row that these logits do not decide runs the plain stages. (With bf16 logits ties are the rule: over 50,257 of them the 40th
 largest tied with the 41st in 64% of rows.)
 
-On a GPU, reading a value is expensive, and reading all logits is cheap: kernels compute every row as one with neither
-(cuda/draw_kernel.py), then rows are computed in each of the other ways, and a kernel computes the undecided ones.
+On a GPU, kernels that need not wait for the host do the same (cuda/draw_kernel.py).
 """
 
 from collections.abc import Callable
@@ -27,14 +26,15 @@ from torch import Tensor
 
 from nanoinfer.fast.sampling.kernels import draw_from_all, find_largest, has_kernels
 from nanoinfer.sampling import stages
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.draw import draw, integer_weights
-from nanoinfer.sampling.routes import STAGES_FROM_TEMPERATURE, Route
+from nanoinfer.sampling.routes import Route
 from nanoinfer.sampling.sampler import HeadRows
 from nanoinfer.system.transfer import on_device
 
 if TYPE_CHECKING:
     from nanoinfer.fast.cpu.screen import ScreenedLinear
+    from nanoinfer.fast.cuda.draw_kernel import Uniform
 
 TIE_MARGIN = 32  # further columns for ids that tie with the k-th
 NUM_TRIED = 256  # the number of largest logits that top_p reads before it sorts all
@@ -65,7 +65,7 @@ class FewLogits(Route):
         else:
             logits = rows.head(rows.hidden)  # a kernel reads bf16 in half the time
         if logits.device.type != "cpu":
-            return sample_on_gpu(logits, batch, batch.row_groups.all_greedy)
+            return sample_on_gpu(logits, batch, None if batch.row_groups.all_greedy else batch.u)
         if not has_kernels("cpu", logits.dtype) or logits.dtype == torch.float64:  # the stages' argmax is of rounded logits
             logits = logits.float()
         token_ids, largest = sample(logits, batch)
@@ -104,7 +104,7 @@ def sample(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
 def sample_plainly(logits: Logits, batch: SamplingBatch) -> Ids:
     """Run the last four stages and the draw, which are the definition."""
     logits = logits.float()
-    for stage in STAGES_FROM_TEMPERATURE:
+    for stage in stages.STAGES_FROM_TEMPERATURE:
         logits = stage(logits, batch)
     return draw(logits, batch.u)
 
@@ -169,40 +169,11 @@ def _sample_other(logits: Logits, batch: SamplingBatch) -> tuple[Ids, Largest]:
     return token_ids, largest
 
 
-def sample_on_gpu(logits: Logits, batch: SamplingBatch, all_greedy: bool) -> Ids:
-    """Choose a token id per row by kernels, without a value that the host must read. A CUDA graph captures it.
+def sample_on_gpu(logits: Logits, columns: ParameterColumns, u: "Uniform | None") -> Ids:
+    """Choose a token id per row by kernels, without a value that the host must read: see draw_kernel.choose."""
+    from nanoinfer.fast.cuda.draw_kernel import choose  # needs Triton
 
-    Args:
-        logits: those after every stage before the temperature, in any dtype.
-        batch: its columns and u are read.
-        all_greedy: whether every row is greedy. Then u is not read.
-
-    Returns:
-        The ids, -1 for a row whose largest logit is not finite.
-    """
-    from nanoinfer.fast.cuda.draw_kernel import choose, draw_undecided  # needs Triton
-
-    token_ids, largest, totals = choose(logits, batch, None if all_greedy else batch.u)
-    if all_greedy or (batch.top_k is None and batch.top_p is None):
-        return token_ids
-    vocab_size = logits.shape[-1]
-    num_columns = min(max(batch.max_top_k + TIE_MARGIN, NUM_TRIED), vocab_size)
-    candidates, ids = (x.unsqueeze(1) for x in largest_columns(logits, num_columns))
-    is_undecided = torch.zeros_like(largest, dtype=torch.bool)
-    smallest, top_p = torch.full_like(largest, float("-inf")), torch.ones_like(batch.u)
-    if batch.top_p is not None:
-        top_p, by_top_p = batch.top_p, batch.top_p < 1.0
-        drawn, unsure = decide_top_p(candidates, ids, totals, batch)
-        token_ids, is_undecided = torch.where(by_top_p, drawn, token_ids), by_top_p & unsure
-    if batch.top_k is not None:
-        by_top_k = batch.top_k < vocab_size
-        drawn, unsure = decide_few(candidates, ids, batch)
-        token_ids, is_undecided = torch.where(by_top_k, drawn, token_ids), torch.where(by_top_k, unsure, is_undecided)
-        smallest = stages.smallest_of_top_k(stages.apply_temperature(candidates.squeeze(1), batch), batch, vocab_size)
-    is_finite = largest.isfinite()
-    if num_columns < vocab_size:
-        draw_undecided(logits, largest, batch, smallest, top_p, batch.u, is_undecided & is_finite, token_ids)
-    return torch.where(is_finite, token_ids, -1)
+    return choose(logits, columns, u)
 
 
 def first_largest(logits: Logits) -> tuple[Ids, Largest]:

@@ -80,7 +80,7 @@ class Drafts:
         if method == "quantized":
             return QuantizedProposer(LocalExecutor(draft, target.info, config, cache=target.runner.cache))
         num_blocks = -(-target.info.num_blocks * target.info.block_size // draft.block_size)
-        executor = make_executor(draft, config, num_blocks=num_blocks)
+        executor = make_executor(draft, config, num_blocks=num_blocks, is_drafter=True)
         target.graph_owners.append(executor)
         return (MTPProposer if method == "mtp" else DraftModelProposer)(executor, config.scheduler)
 

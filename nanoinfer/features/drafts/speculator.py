@@ -127,6 +127,8 @@ class SpeculationMetrics:
 class Speculator(Planner):
     """Adds drafts to plans while they pay, and measures whether they do."""
 
+    needs_tokens = True
+
     def __init__(self, proposer: Proposer, config: SpeculativeConfig) -> None:
         self.counts = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * config.num_speculative_tokens)
         self.proposer = proposer

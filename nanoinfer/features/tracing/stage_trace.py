@@ -36,7 +36,7 @@ class TracingSampler(Sampler):
     """Does what a sampler does, stage by stage for every row, and emits the events of a step after its draw.
 
     Every event includes the sampled token, so until the draw it keeps all rows' probabilities after every stage that changed a
-    row. `seconds` is the time spent on tracing a step.
+    row, in the host's memory. `seconds` is the time spent on tracing a step.
     """
 
     def __init__(self, sampler: Sampler, observer: TracingObserver) -> None:
@@ -63,12 +63,14 @@ class TracingSampler(Sampler):
         sequences = [seq for seq, _ in self._observer.launched.rows]
         self._rows = [(seq.sequence_id, at) for seq, at in zip(sequences, sampled_positions(sequences), strict=True)]
         self.seconds = 0.0
-        self._logits: Tensor | None = None  # after the last stage
+        self._last: Tensor  # the logits after the last stage
+        self._logits: Tensor | None = None  # a copy of those that a stage changed last
         self._changes: list[_StageChange] = []
 
     def after_stage(self, stage: str, logits: Float[Tensor, "batch vocab"]) -> None:
         """Note what a stage changed. The first call has the stage "model" and the model's own logits."""
         with self._measure(logits):
+            self._last, logits = logits, logits.cpu()
             rows = list(range(len(logits)))
             if self._logits is not None:
                 rows = (logits != self._logits).any(dim=-1).nonzero().flatten().tolist()
@@ -78,23 +80,21 @@ class TracingSampler(Sampler):
                 num_left = (logits > float("-inf")).sum(dim=-1).tolist()
                 entropy = (torch.special.entr(after).sum(dim=-1) / math.log(2)).tolist()
                 self._changes.append(_StageChange(stage, rows, num_left, entropy, before, after))
-                self._logits = logits.clone()
+                self._logits = logits.clone() if logits is self._last else logits
 
     def after_draw(self, u: list[float | None], token_ids: Int[Tensor, " batch"]) -> None:
         """Emit the events. u: the uniform number of each row. None: a greedy row. token_ids: -1 if a row has no token."""
         with self._measure(token_ids):
-            assert self._logits is not None, "the model's logits were noted"
             sampled = token_ids.tolist()
             for change in self._changes:
                 for row in change.rows:
                     candidates = self._candidates(change.before[row], change.after[row], sampled[row])
                     num_left, entropy = change.num_left[row], change.entropy[row]
                     self._observer.emit(StageApplied(*self._rows[row], change.stage, num_left, entropy, candidates))
-            weights = integer_weights(self._logits)
-            cumulative = weights.cumsum(dim=-1)
             for row, token_id in enumerate(sampled):
                 if token_id >= 0:
-                    self._observer.emit(self._draw(row, token_id, u[row], weights[row], cumulative[row]))
+                    weights = integer_weights(self._last[row : row + 1])[0]  # on the device, whose bits decided
+                    self._observer.emit(self._draw(row, token_id, u[row], weights, weights.cumsum(dim=-1)))
 
     @contextmanager
     def _measure(self, tensor: Tensor) -> Iterator[None]:

@@ -64,7 +64,7 @@ def warnings_of(compiler, driver, *options):
     target = {"g++": ["-march=native", "-Wno-maybe-uninitialized"], "clang++": ["-march=native"]}.get(compiler, [])
     definitions = [f"-D{definition}" for definition in ("STREAMED=3", *driver.definitions) if "LANES" not in definition]
     command = [found, *native.OPTIONS, *WARNINGS, *target, *definitions, *options, str(source), "-o", os.devnull]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+    return subprocess.run(command, capture_output=True, text=True, timeout=600).stderr
 
 
 def drivers_of(compiler):

@@ -218,12 +218,13 @@ class Recorded:
 def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number_of_rows(monkeypatch):
     """Triton compiles another kernel for other addresses, in the middle of serving."""
     addresses = []
-    for module, names in ((draw_kernel, ("_largest", "_sum", "_choose")), (triton, ("_decode", "_merge"))):
+    for module, names in ((draw_kernel, ("_largest", "_bound", "_sum", "_choose")), (triton, ("_decode", "_merge"))):
         for name in names:
             monkeypatch.setattr(module, f"{name}_kernel", Recorded(addresses))
     pages = torch.zeros(4, 16, 1, 16)
     for num_rows in (1, 2, 3):
-        choose(torch.zeros(num_rows, 40), ParameterColumns(), torch.zeros(num_rows, dtype=torch.float64))
+        top_p, u = (torch.zeros(num_rows, dtype=torch.float64) for _ in range(2))
+        choose(torch.zeros(num_rows, 40), ParameterColumns(top_p=top_p), u)
         lens, tables = torch.ones(num_rows, dtype=torch.int64), torch.zeros(num_rows, 1, dtype=torch.int32)
         metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables)
         q = torch.zeros(num_rows, 7, 16)
@@ -235,4 +236,4 @@ def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number
 def test_the_layout_of_logits_changes_no_token():
     torch.manual_seed(0)
     for logits in layouts(torch.randn(3, 40, device=DEVICE)):
-        assert torch.equal(choose(logits, ParameterColumns(), None)[0], argmax(logits))
+        assert torch.equal(choose(logits, ParameterColumns(), None), argmax(logits))

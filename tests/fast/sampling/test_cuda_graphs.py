@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanoinfer import Recorder, SamplingParams
-from nanoinfer.fast.sampling.cuda_graphs import MAX_TOP_K, SamplerGraphs
+from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.features.structured.words import word_constraints
 from nanoinfer.features.tracing import TokenDrawn, TracingObserver
 from nanoinfer.features.tracing.stage_trace import TracingSampler
@@ -35,6 +35,7 @@ SUPPORTED = {
     "hot": {"temperature": 1e30},
     "min_p": {"min_p": 0.05},
     "top_k": {"top_k": 5},
+    "large top_k": {"top_k": 600},
     "top_p": {"top_p": 0.9},
     "little top_p": {"top_p": 1e-6, "temperature": 1.5},
     "all": {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95},
@@ -50,7 +51,6 @@ NOT_SUPPORTED = {
     "no_repeat_ngram_size": 1,
     "logits_processors": [lambda prompt, output, logits: logits + torch.arange(len(logits))],
     "logprobs": 1,
-    "top_k": MAX_TOP_K + 1,
 }
 
 

@@ -4,12 +4,13 @@ import math
 import random
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.sampling import few_logits
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch
 from nanoinfer.sampling.routes import Route
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
@@ -24,15 +25,20 @@ def as_on_a_gpu(logits, batch):
         batch = SamplingBatch.build(list(batch.sequences), logits.shape[-1], torch.device("cuda"))
         return SAMPLERS["fast"](logits.cuda(), batch)
     size = 2**14 if logits.shape[-1] > 2**14 else 1024  # the interpreter takes long for each part and tile
-    with patch.multiple(draw_kernel, _PART=size, _TILE=size):
+    # Half of the batches have a list that is too short for most rows.
+    with patch.multiple(draw_kernel, _PART=size, _TILE=size, _LIST=(4096, 40)[batch.sequences[0].seed % 2], _TRIED=32):
         return BY_TRITON(logits, batch)
 
 
 class ByTriton(Route):
-    """What FewLogits does on a GPU, in Triton's interpreter."""
+    """What FewLogits does on a GPU, in Triton's interpreter. Half of the batches give seeds and positions in place of u."""
 
     def try_sample(self, rows, batch):
-        return few_logits.sample_on_gpu(rows.logits, batch, batch.row_groups.all_greedy)
+        u = None if batch.row_groups.all_greedy else batch.u
+        if batch.draws is not None and batch.sequences[0].seed % 3:
+            seeds, positions = (np.array(column, np.uint64).view(np.int64) for column in batch.draws[:2])
+            u = torch.from_numpy(seeds), torch.from_numpy(positions)
+        return few_logits.sample_on_gpu(rows.logits, batch, u)
 
 
 BY_TRITON = sampling_by(ByTriton())
@@ -171,9 +177,10 @@ def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, mo
     assert disagreeing(logits, batch) == []
     monkeypatch.setattr(few_logits, "_plainly_where", lambda is_undecided, token_ids, logits, batch: token_ids)
     assert len(disagreeing(logits, batch, by_triton=False)) > 20
-    monkeypatch.setattr(draw_kernel, "draw_undecided", lambda *_: None)
+    keep_all = ParameterColumns()  # as if the kernels did not read top_k and top_p
+    monkeypatch.setattr(few_logits, "sample_on_gpu", lambda logits, columns, u: draw_kernel.choose(logits, keep_all, u))
     with pytest.raises(AssertionError):
-        disagreeing(logits, batch)
+        disagreeing(torch.arange(1000.0).repeat(40, 1) / 500, batch)
 
 
 # ---- rows without a token

@@ -47,7 +47,6 @@ def show(browser, tmp_path):
     """show(a, b): the comparison of two recorders, with its two frames. At the end: nothing was requested, no complaint."""
     complaints, requests = [], []
     context = browser.new_context(viewport={"width": 1400, "height": 900})
-    context.set_default_timeout(120_000)
     address = (tmp_path / "page.html").as_uri()
 
     def open_page(first, second):

@@ -158,7 +158,6 @@ def show(browser):
 
     def open_page(path, at="#step=0", **options):
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
-        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))

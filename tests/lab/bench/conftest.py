@@ -2,7 +2,11 @@
 
 import pytest
 
-from nanoinfer_lab.bench import roofline
+from tests.helpers.prepared import prepare
+
+prepare()
+
+from nanoinfer_lab.bench import roofline  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

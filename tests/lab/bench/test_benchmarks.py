@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import compare, contexts, lora, prefix_cache_dir, report, sampler, scheduling, speculation, weights
+from nanoinfer.engine.observer import Planner
 from nanoinfer_lab.bench import workloads
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def test_speculation_is_measured_with_and_without_drafts(monkeypatch):
     run_workload, runs = speculation.run_workload, set()
 
     def watched(llm, *arguments):
-        runs.add((llm.engine.planner is None, llm.engine.observer is llm.engine.scheduler.observer))
+        runs.add((type(llm.engine.planner) is Planner, llm.engine.observer is llm.engine.scheduler.observer))
         return run_workload(llm, *arguments)
 
     monkeypatch.setattr(speculation, "run_workload", watched)
