@@ -131,6 +131,75 @@ def _decode_linear_kernel(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """Return the position of each row's key of this step, and whether the row with this table and length sees it."""
+    others = tl.arange(0, MAX_ROWS)
+    new_keys = tl.load(seq_lens + others, mask=others < num_rows, other=0).to(tl.int32) - 1
+    is_before = (others < num_rows) & (new_keys < seq_len)
+    blocks = tl.load(table + new_keys // BLOCK_SIZE, mask=is_before, other=0)
+    new_slots = tl.load(slots + others, mask=is_before, other=-1)
+    return new_keys, is_before & (blocks.to(tl.int64) * BLOCK_SIZE + new_keys % BLOCK_SIZE == new_slots)
+
+
+@triton.jit
+def _with_new_keys(
+    query, m, l, o, k, v, k_pages, v_pages, slots, row, kv_head, new_keys, is_seen, cos, sin, k_weight, k_eps, k_stride,
+    v_stride, num_rows, scale, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of this step that a row sees to its running softmax, and store the row's own."""
+    dims = tl.arange(0, o.shape[1])[None, :]
+    others = tl.arange(0, new_keys.shape[0])
+    columns = kv_head * HEAD_DIM + dims
+    inside = dims < HEAD_DIM
+    for other in range(num_rows):
+        if tl.sum(tl.where((others == other) & is_seen, 1, 0), 0) > 0:
+            one = tl.arange(0, 1)[:, None]
+            key = _rotated(
+                k + other * k_stride + kv_head * HEAD_DIM, other, cos, sin, k_weight, k_eps, one, dims, 1, HEAD_DIM
+            )  # fmt: skip
+            value = tl.load(v + other * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # as kv_cache.finite_values
+            is_finite = (num_bad == 0)[:, None]
+            key = tl.where(is_finite, key, float("nan"))
+            value = tl.where(is_finite, value, 0.0)
+            score = tl.sum(tl.where(inside, query * key, 0.0), 1) * scale
+            largest = tl.maximum(m, score)
+            shrink = tl.exp(m - largest)
+            added = tl.exp(score - largest)
+            l = l * shrink + added
+            o = o * shrink[:, None] + added[:, None] * value
+            m = largest
+            if other == row:
+                where = tl.load(slots + row) * NUM_KV_HEADS * HEAD_DIM + columns
+                tl.store(k_pages + where, key, mask=inside)
+                tl.store(v_pages + where, value, mask=inside)
+    return m, l, o
+
+
+@triton.jit
+def _merge_if_last(
+    m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, kv_head, split, NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a split's part of the softmax. The last program of a row and a KV head merges all parts."""
+    heads = tl.arange(0, o.shape[0])
+    dims = tl.arange(0, o.shape[1])
+    where = (row * NUM_HEADS + kv_head * GROUP + heads) * NUM_SPLITS + split
+    tl.store(partial_m + where, m, mask=heads < GROUP)
+    tl.store(partial_l + where, l, mask=heads < GROUP)
+    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(partial_o + where[:, None] * HEAD_DIM + dims[None, :], o, mask=inside)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    counter = num_arrived + row * (NUM_HEADS // GROUP) + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
+        for head in range(GROUP):
+            at = row * NUM_HEADS + kv_head * GROUP + head
+            merged = _merged(partial_m, partial_l, partial_o, sinks, at, NUM_HEADS, HEAD_DIM, o.shape[1], NUM_SPLITS)
+            tl.store(out + at * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        tl.store(counter, 0)
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _decode_attention_kernel(
     q, k, v, out, k_pages, v_pages, slots, seq_lens, block_tables, cos, sin, weight, eps, k_weight, k_eps, sinks,
@@ -152,12 +221,7 @@ def _decode_attention_kernel(
     dims = tl.arange(0, DIM)
     table = block_tables + row * table_stride
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    others = tl.arange(0, MAX_ROWS)
-    new_keys = tl.load(seq_lens + others, mask=others < num_rows, other=0).to(tl.int32) - 1  # their positions
-    is_before = (others < num_rows) & (new_keys < seq_len)
-    blocks = tl.load(table + new_keys // BLOCK_SIZE, mask=is_before, other=0)
-    new_slots = tl.load(slots + others, mask=is_before, other=-1)
-    is_seen = is_before & (blocks.to(tl.int64) * BLOCK_SIZE + new_keys % BLOCK_SIZE == new_slots)
+    new_keys, is_seen = _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE, MAX_ROWS)
     num_old = tl.min(tl.where(is_seen, new_keys, seq_len), 0)
     begin = 0
     if WINDOW:
@@ -184,45 +248,14 @@ def _decode_attention_kernel(
         BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
     if split == NUM_SPLITS - 1:
-        columns = kv_head * HEAD_DIM + dims[None, :]
-        inside = dims[None, :] < HEAD_DIM
-        for other in range(num_rows):
-            if tl.sum(tl.where((others == other) & is_seen & (new_keys >= begin), 1, 0), 0) > 0:
-                one = tl.arange(0, 1)[:, None]
-                from_k = k + other * k_stride + kv_head * HEAD_DIM
-                key = _rotated(from_k, other, cos, sin, k_weight, k_eps, one, dims[None, :], 1, HEAD_DIM)
-                value = tl.load(v + other * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
-                num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # as kv_cache.finite_values
-                is_finite = (num_bad == 0)[:, None]
-                key = tl.where(is_finite, key, float("nan"))
-                value = tl.where(is_finite, value, 0.0)
-                score = tl.sum(tl.where(inside, query * key, 0.0), 1) * scale
-                largest = tl.maximum(m, score)
-                shrink = tl.exp(m - largest)
-                added = tl.exp(score - largest)
-                l = l * shrink + added
-                o = o * shrink[:, None] + added[:, None] * value
-                m = largest
-                if other == row:
-                    where = tl.load(slots + row) * NUM_KV_HEADS * HEAD_DIM + columns
-                    tl.store(k_pages + where, key, mask=inside)
-                    tl.store(v_pages + where, value, mask=inside)
-
-    rows = row * NUM_HEADS + kv_head * GROUP + heads
-    where = rows * NUM_SPLITS + split
-    tl.store(partial_m + where, m, mask=heads < GROUP)
-    tl.store(partial_l + where, l, mask=heads < GROUP)
-    tl.store(
-        partial_o + where[:, None] * HEAD_DIM + dims[None, :], o, mask=(heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    )
-    tl.debug_barrier()  # all threads have stored before one of them counts
-    counter = num_arrived + row * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-        for head in range(GROUP):
-            at = row * NUM_HEADS + kv_head * GROUP + head
-            merged = _merged(partial_m, partial_l, partial_o, sinks, at, NUM_HEADS, HEAD_DIM, DIM, NUM_SPLITS)
-            tl.store(out + at * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-        tl.store(counter, 0)
+        m, l, o = _with_new_keys(
+            query, m, l, o, k, v, k_pages, v_pages, slots, row, kv_head, new_keys, is_seen & (new_keys >= begin), cos, sin,
+            k_weight, k_eps, k_stride, v_stride, num_rows, scale, NUM_KV_HEADS, HEAD_DIM,
+        )  # fmt: skip
+    _merge_if_last(
+        m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, kv_head, split, NUM_HEADS, GROUP, HEAD_DIM,
+        NUM_SPLITS,
+    )  # fmt: skip
 
 
 def supports(x: Tensor, linear: nn.Linear, norm: tuple[Tensor, float] | None = None) -> bool:
