@@ -35,6 +35,7 @@ from nanoinfer import LLM, BeamSearchParams, NanoinferError, SamplingParams
 from nanoinfer.fast.cpu import accelerate, screen
 from nanoinfer.fast.cpu.linear import KernelLinear
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.drafts.speculator import Speculator
 from tests.helpers import lora_adapters, tiny_models
 
 ONE_LAYER = {"gpt2": {"n_layer": 1}, "qwen3": {"num_hidden_layers": 1}}
@@ -182,7 +183,7 @@ def compare_paths(model, num_requests, rng, dtype, drafts=DRAFTS):
                 counts["different tokens"] += sum(one != other for one, other in zip(ids, other_ids, strict=True))
                 counts["different log-probabilities"] += logprobs != other_logprobs
             tiny_models.assert_nothing_is_left(llm)
-            if llm.engine.planner is not None:
+            if isinstance(llm.engine.planner, Speculator):
                 counts[f"drafted ({method})"] += llm.engine.planner.counts.num_draft_tokens
                 counts[f"accepted ({method})"] += llm.engine.planner.counts.num_accepted_tokens
     return counts
@@ -445,7 +446,7 @@ def check_rounds(name, num_requests, rng, new_round, *, is_promised=True, merged
                 num_different += 1
                 print(f"different with {settings}: {call}, {output}")
         tiny_models.assert_nothing_is_left(llm)
-        if llm.engine.planner is not None:
+        if isinstance(llm.engine.planner, Speculator):
             metrics = llm.engine.planner.counts
             counts["drafts accepted"] += metrics.num_accepted_tokens
             counts["drafts rejected"] += metrics.num_draft_tokens - metrics.num_accepted_tokens
