@@ -108,7 +108,7 @@ def test_the_answers_are_the_same(way, llm, tags, tools_path):
     answers, num_preemptions = answers_of(other, requests)
     assert answers == answers_of(llm, requests)[0]
     assert (num_preemptions > 0) == (way == "preempted")
-    if other.engine.planner is not None:
+    if "speculative_config" in settings:
         assert other.engine.planner.counts.num_accepted_tokens > 20
 
 
