@@ -48,18 +48,17 @@ def check(*cases, archs=(80,), faults=(), rest=()):
 
 
 QUICK_FAULTS = [
-    "decode: no wait for the keys", "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits",
-    "store: a mask that is always true", "rms_norm: a weight that is read without its mask",
-    "rotate: an int32 offset that overflows", "PDL: no wait", "decode_attention: a merge that nothing orders",
+    "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits", "store: a mask that is always true",
+    "PDL: no wait", "decode_attention: a merge that nothing orders",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_every_kernel_computes_its_definition_without_a_race_and_injected_faults_are_found():
+def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are_found():
     cases = (
-        "store bfloat16", "rms_norm float32", "silu_mul float16", "rotate bfloat16", "copy bfloat16",
-        "attention bfloat16 64 window and sinks", "linear bfloat16 gated", "decode_linear float16 gated with norm",
-        "decode_attention bfloat16 64 window and sinks", "draw ties", "choose ties bfloat16",
+        "store bfloat16", "rms_norm float32", "rotate bfloat16", "attention bfloat16 64 window and sinks",
+        "linear bfloat16 gated", "decode_linear float16 gated with norm", "decode_attention bfloat16 64 window and sinks",
+        "draw ties",
     )  # fmt: skip
     table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total

@@ -93,6 +93,7 @@ def test_the_comparison_notices_a_recording_that_reads_old_tensors(path):
     assert tokens_of(llm_with(path, stale), FEW) != expected
 
 
+@pytest.mark.long  # a steady step draws in its graph: fast/cuda/test_steady.py
 def test_draws_are_replayed_behind_replayed_steps(path):
     """A step is read when the next has been launched, as on a GPU. (fast/sampling/test_cuda_graphs.py has draws alone.)"""
     asking = ({"temperature": 0}, {"top_k": 9, "seed": 1}, {"top_p": 0.9, "seed": 2})

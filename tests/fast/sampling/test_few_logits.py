@@ -110,7 +110,7 @@ def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows,
 
 
 @pytest.mark.parametrize("group", PARAMS)
-@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 128), (50_257, 4)])
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 32), pytest.param(50_257, 4, marks=pytest.mark.long)])
 def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
     assert len(getattr(batch.row_groups, f"{group}_rows")) == num_rows
@@ -187,7 +187,7 @@ def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, mo
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("vocab_size", [2, 1000])
+@pytest.mark.parametrize("vocab_size", [2, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vocab_size, bad):
     """Two good rows and a bad row of each group, in one batch and in a batch per group."""
     generator = torch.Generator().manual_seed(0)

@@ -177,6 +177,7 @@ def test_speculation_stages_and_traces_work_on_rank_0_alone(tmp_path, forked_ran
     assert any(isinstance(event, StageApplied) for event in recorder.events)
 
 
+@pytest.mark.long
 def test_four_ranks_with_a_shared_kv_head_give_the_tokens_of_one(tmp_path, forked_ranks):
     path = tiny_models.save("qwen3_one_kv_head", tmp_path, vocab_size=97)
     params = [asked(**given) for given in PARAMS[:4]]

@@ -14,6 +14,7 @@ from nanoinfer_lab.bench import workloads
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_a_report_compares_what_is_too_large_for_a_padded_batch_with_the_roofline_alone(small_roofline, monkeypatch):
     monkeypatch.setattr(report, "LARGEST_BATCH", 200)
     # Transformers pads the first, and a wrong number of its tokens would be an error.
