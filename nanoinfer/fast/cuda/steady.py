@@ -67,8 +67,8 @@ class Continued(Planner):
     def plan(self, scheduler: Scheduler) -> StepPlan:
         """Return what scheduler.schedule() would. The rows of a plan that goes on are the same object."""
         last, running, manager = self._last, scheduler.running, scheduler.block_manager
-        if last is None or len(running) != len(self._sequences) or (scheduler.waiting and scheduler.has_place()):
-            return self._scheduled(scheduler)  # only here does a sequence begin to run, so as many are the same
+        if last is None or running != self._sequences or (scheduler.waiting and scheduler.has_place()):
+            return self._scheduled(scheduler)
         block_size, begun = manager.block_size, []
         for seq in self._sequences:
             if seq.num_tokens >= seq.max_num_tokens:  # its last token is in flight

@@ -239,7 +239,7 @@ FAULTS = {
                                          "if len(params) <= len(self._params):"),
     "a penalty is ignored": ("return bool(is_stateful_row(seq) or ", "return bool("),
     "log-probabilities are ignored": ("seq.params.reports or ", ""),
-    "a finished row is kept": ("len(running) != len(self._sequences) or ", ""),
+    "a finished row is kept": ("running != self._sequences or ", ""),
     "a row whose last token is in flight goes on": ("if seq.num_tokens >= seq.max_num_tokens:", "if False:"),
     "a block is taken early": ("== len(seq.block_table) * block_size", "+ 1 == len(seq.block_table) * block_size"),
     "more blocks are taken than are free": ("if len(begun) > manager.num_free_blocks:", "if False:"),
