@@ -252,10 +252,10 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_batch():
+@pytest.mark.parametrize("num_loads", [3, pytest.param(25, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)])
+def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_batch(num_loads):
     module = module_with()
-    assert sum(run_load(seed, module) for seed in range(25)) > 100
+    assert sum(run_load(seed, module) for seed in range(num_loads)) > 3 * num_loads
 
 
 def run_on_the_simulated_device(num_loads):

@@ -15,8 +15,6 @@ from nanoinfer.sampling.routes import Route
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.sampling_rows import BAD, PARAMS, batch_of, random_logits, random_params, sampling_by, sequence
 
-pytestmark = pytest.mark.slow
-
 INF, NAN = math.inf, math.nan
 
 
@@ -97,7 +95,7 @@ SIZES = [(1, 64), (2, 256), (7, 512), (300, 512), (1000, 256), (5000, 96), (50_2
 KINDS = ["random", "rounded to bf16", "few values", "constant"]
 # By default every third pair, so that each kind has some sizes and each size has some kinds.
 PAIRS = [
-    pytest.param(*size, kind, marks=[pytest.mark.long] * ((i + k) % 3 > 0))
+    pytest.param(*size, kind, marks=[pytest.mark.long] * ((i + k) % 3 > 0) + [pytest.mark.slow] * (size[0] > 1000))
     for i, size in enumerate(SIZES)
     for k, kind in enumerate(KINDS)
 ]
@@ -111,6 +109,7 @@ def test_a_mixed_batch_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows,
 
 @pytest.mark.parametrize("group", PARAMS)
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(40, 128), (1000, 32), pytest.param(50_257, 4, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, num_rows, group):
     batch = random_batch(random.Random(f"{group} {vocab_size}"), num_rows, vocab_size, group)
     assert len(getattr(batch.row_groups, f"{group}_rows")) == num_rows
@@ -119,6 +118,7 @@ def test_a_batch_of_one_group_gets_the_tokens_of_the_plain_stages(vocab_size, nu
 
 
 @pytest.mark.parametrize(("tie_margin", "num_tried"), [(0, 1), (1, 2), (299, 299), (9999, 9999)])
+@pytest.mark.slow
 def test_the_sizes_of_the_fast_path_change_no_token(tie_margin, num_tried, monkeypatch):
     monkeypatch.setattr(few_logits, "TIE_MARGIN", tie_margin)
     monkeypatch.setattr(few_logits, "NUM_TRIED", num_tried)
@@ -130,6 +130,7 @@ def test_the_sizes_of_the_fast_path_change_no_token(tie_margin, num_tried, monke
 # ---- rows for which the largest logits are not enough
 
 
+@pytest.mark.slow
 def test_only_rows_whose_ties_fill_the_top_k_margin_run_the_plain_stages(plain_rows):
     """Over 300 ids, k = 5 fetches 37 columns: 36 equal ones fit, and 37 do not show that there is no 38th."""
     logits = torch.arange(300.0).neg().repeat(4, 1)
@@ -140,6 +141,7 @@ def test_only_rows_whose_ties_fill_the_top_k_margin_run_the_plain_stages(plain_r
     assert plain_rows == [2]
 
 
+@pytest.mark.slow
 def test_only_rows_too_flat_for_top_p_run_the_plain_stages(plain_rows):
     """Over 1000 ids 256 columns are tried. Of equal ones they hold .256, and none is above the smallest of them."""
     logits = torch.zeros(4, 1000)
@@ -151,6 +153,7 @@ def test_only_rows_too_flat_for_top_p_run_the_plain_stages(plain_rows):
     assert plain_rows == [2]
 
 
+@pytest.mark.slow
 def test_a_tie_at_the_edge_of_the_candidates_is_not_decided_by_which_of_its_ids_are_candidates(plain_rows):
     """255 heavy ids and 745 equal light ones, of which one is tried: top_p reaches the light ones only in the second row."""
     logits = torch.full((2, 1000), -9.0)
@@ -162,6 +165,7 @@ def test_a_tie_at_the_edge_of_the_candidates_is_not_decided_by_which_of_its_ids_
     assert plain_rows == [100]
 
 
+@pytest.mark.slow
 def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(0)) * 5
     batch = batch_of([sequence(seed, **params) for params in PARAMS.values() for seed in range(10)], 5000)
@@ -170,6 +174,7 @@ def test_ordinary_rows_do_not_run_the_plain_stages(plain_rows):
 
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.slow
 def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, monkeypatch):
     """The injected fault keeps the candidates of an undecided row, which are an arbitrary part of the tied ids."""
     logits = torch.zeros(40, 1000)
@@ -188,6 +193,7 @@ def test_the_comparison_notices_ties_that_do_not_run_the_plain_stages(params, mo
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("vocab_size", [2, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vocab_size, bad):
     """Two good rows and a bad row of each group, in one batch and in a batch per group."""
     generator = torch.Generator().manual_seed(0)
@@ -209,6 +215,7 @@ def test_a_bad_row_of_any_group_gets_its_own_error_and_changes_no_other_token(vo
 
 
 @pytest.mark.parametrize("group", PARAMS)
+@pytest.mark.slow
 def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(group):
     """Only id 2 is allowed, and a logits processor masks it."""
     nothing = {
@@ -228,6 +235,7 @@ def test_a_row_whose_parameters_leave_no_token_gets_its_own_error(group):
 
 
 @pytest.mark.parametrize("group", PARAMS)
+@pytest.mark.slow
 def test_a_nan_that_a_mask_hides_is_still_an_error(group):
     logits = torch.zeros(2, 400)
     logits[1, 7] = NAN
@@ -237,6 +245,7 @@ def test_a_nan_that_a_mask_hides_is_still_an_error(group):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.slow
 def test_minus_zero_ties_with_zero(sampler):
     """Of three equal tokens top_p = 0.5 keeps the first two, whatever the sign of a zero."""
     sequences = [sequence(seed=seed, temperature=1.0, top_p=0.5) for seed in range(40)]
