@@ -46,7 +46,7 @@ from nanoinfer.attention.triton import (
     uses_tensor_cores,
 )
 from nanoinfer.fast.cuda import pdl
-from nanoinfer.fast.cuda.linear_kernel import Arrivals
+from nanoinfer.fast.cuda.linear_kernel import Arrivals, _store_outputs
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -118,17 +118,7 @@ def _decode_linear_kernel(
             total += tl.where(is_row, tl.sum(w.to(tl.float32) * a[None, :], 1)[None, :], 0.0)
             if GATED:
                 up += tl.where(is_row, tl.sum(up_w.to(tl.float32) * a[None, :], 1)[None, :], 0.0)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias + NUM_OUT + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        total = total * tl.sigmoid(total) * up
-    where = rows[:, None] * NUM_OUT + columns[None, :]
-    mask = (rows < num_rows)[:, None] & inside[None, :]
-    if residual is not None:
-        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
 
 
 @triton.jit

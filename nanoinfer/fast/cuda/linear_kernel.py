@@ -34,6 +34,25 @@ class Arrivals:
         return self._counters
 
 
+@triton.jit
+def _store_outputs(
+    total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Add the bias to products [rows, columns], gate them by up, add the residual, and store what is inside."""
+    inside = columns < NUM_OUT
+    if bias is not None:
+        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + NUM_OUT + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total * tl.sigmoid(total) * up
+    where = rows[:, None] * NUM_OUT + columns[None, :]
+    mask = (rows < num_rows)[:, None] & inside[None, :]
+    if residual is not None:
+        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, weight, bias, residual, out, partial, num_arrived, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
@@ -71,17 +90,7 @@ def _linear_kernel(
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for split in range(NUM_SPLITS):
             total += tl.load(partial + split * size + at)
-    if bias is not None:
-        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias + NUM_OUT + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        total = total * tl.sigmoid(total) * up
-    where = rows[:, None] * NUM_OUT + columns[None, :]
-    mask = there[:, None] & inside[None, :]
-    if residual is not None:
-        total += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
 
 
 def supports(x: Tensor, linear: nn.Linear) -> bool:
@@ -119,9 +128,9 @@ def few_rows_linear(
     if arrivals is not None:
         while num_programs * num_splits < MIN_PROGRAMS and weight.shape[1] >= 4 * num_splits * TILE:
             num_splits *= 2
-    if arrivals is not None and num_splits > 1:
-        partial = x.new_empty(num_splits, MAX_ROWS, num_programs * COLUMNS, dtype=torch.float32)
-        counters = arrivals.counters(num_programs, x.device)
+        if num_splits > 1:
+            partial = x.new_empty(num_splits, MAX_ROWS, num_programs * COLUMNS, dtype=torch.float32)
+            counters = arrivals.counters(num_programs, x.device)
     _linear_kernel[(num_programs, num_splits)](
         x, weight, bias, residual, out, partial, counters, x.stride(0), len(x), weight.shape[1], num_out, gated, MAX_ROWS,
         COLUMNS, TILE, num_splits, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
