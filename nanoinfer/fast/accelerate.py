@@ -40,11 +40,11 @@ def executor_class(runtime: Runtime, config: EngineConfig) -> "type[LocalExecuto
     """Return the class of the executor of a runtime."""
     from nanoinfer.execution.local_executor import LocalExecutor
 
-    if runtime.make_step_graphs is not None:
-        from nanoinfer.fast.cuda.steady import SteadyExecutor, supports_steady_steps
+    if runtime.make_step_graphs is None:
+        return LocalExecutor
+    from nanoinfer.fast.cuda.steady import SteadyExecutor, supports_steady_steps
 
-        return SteadyExecutor if supports_steady_steps(runtime, config) else LocalExecutor
-    return LocalExecutor
+    return SteadyExecutor if supports_steady_steps(runtime, config) else LocalExecutor
 
 
 def planner_of(executor: "LocalExecutor") -> Planner:

@@ -88,7 +88,7 @@ class Continued(Planner):
         """Let the scheduler decide. Its plan may go on if it is one token of each running sequence, by the rules known here."""
         plan, kinds = scheduler.schedule(), (type(scheduler), type(scheduler.block_manager))
         is_known = kinds[0].schedule is Scheduler.schedule and kinds[1].next_slots is BlockManager.next_slots
-        goes_on = is_known and has_one_token_each(plan) and len(plan.rows) == len(scheduler.running)
+        goes_on = is_known and has_one_token_each(plan)
         self._last, self._sequences = (plan, [seq for seq, _ in plan.rows]) if goes_on else (None, [])
         return plan
 
@@ -353,8 +353,8 @@ def _reads_more(seq: Sequence) -> bool:
 
 
 def supports_steady_steps(runtime: Runtime, config: EngineConfig) -> bool:
-    """Whether SteadyExecutor may run an engine's steps: a single device, and nothing of a user or of drafts in them."""
-    has_graphs = runtime.make_step_graphs is not None and any(isinstance(route, SamplerGraphs) for route in runtime.routes)
+    """Whether SteadyExecutor may run captured steps: a single device, and nothing of a user or of drafts in them."""
+    has_graphs = any(isinstance(route, SamplerGraphs) for route in runtime.routes)
     is_plain = not runtime.wrappers and runtime.sizes.windows == (None,)
     has_others = config.stages or config.logits_processors or config.tracer or config.speculative
     return has_graphs and is_plain and not has_others

@@ -244,7 +244,7 @@ FAULTS = {
     "a block is taken early": ("== len(seq.block_table) * block_size", "+ 1 == len(seq.block_table) * block_size"),
     "more blocks are taken than are free": ("if len(begun) > manager.num_free_blocks:", "if False:"),
     "nobody starts while others go on": ("or (scheduler.waiting and scheduler.has_place()):", "or False:"),
-    "a plan of a prompt goes on": ("goes_on = is_known and has_one_token_each(plan) and", "goes_on = is_known and"),
+    "a plan of a prompt goes on": ("goes_on = is_known and has_one_token_each(plan)", "goes_on = is_known"),
     "an id that ends an answer is not seen": ("if token_id in ending_ids or len(token_ids)", "if len(token_ids)"),
     "the length of an answer is not seen": (" or len(token_ids) + 1 >= seq.max_num_tokens:", ":"),
     "a finished answer gets a token": ("self._unread.pop(seq, None)", "pass"),
