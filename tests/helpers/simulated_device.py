@@ -405,12 +405,15 @@ def run_kernel(kernel: Any, args: Any, kwargs: Any) -> None:
     interpret(kernel, *args, **kwargs)
 
 
+ROOT = Path(__file__).parents[2]  # whose name may be nanoinfer, too
+
+
 def place() -> str:
     """The innermost line of the package or of a test that is running."""
     frame = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.name != Path(__file__).name and ("nanoinfer" in path.parts or "tests" in path.parts):
+        if path.name != Path(__file__).name and any(path.is_relative_to(ROOT / one) for one in ("nanoinfer", "tests")):
             return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
