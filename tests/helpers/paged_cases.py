@@ -116,8 +116,9 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        expected.append(in_float64(q, *(numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)), **options))
-        tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
+        stored = [numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)]
+        expected.append(in_float64(q, *stored, **options))
+        tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
             metadata.block_tables[i, : max(old - window + 1, 0) // block_size] = -1
         if poisoned and poisoned[0] == i:

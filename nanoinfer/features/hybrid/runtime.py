@@ -43,7 +43,8 @@ class HybridRuntime(Runtime):
         sizes = self.sizes
         states = make_states(sizes.num_state_layers, num_state_slots, sizes.state_shapes, self.device)
         bases = (HybridCache,) if self.cache_class is KVCache else (HybridCache, self.cache_class)
-        return type("HybridCache", bases, {})(num_groups=len(sizes.groups), states=states, **self.cache_options(num_blocks))
+        make: type[HybridCache] = type("HybridCache", bases, {})
+        return make(num_groups=len(sizes.groups), states=states, **self.cache_options(num_blocks))
 
 
 def hybrid_runtime(model: Model, config: EngineConfig, weights: ModelWeights) -> HybridRuntime:
