@@ -79,15 +79,12 @@ def test_a_link_of_a_notebook_to_a_file_becomes_public_and_others_stay():
 # ---- notebooks
 
 
-@pytest.mark.parametrize("stem", [*STEMS, "gpu"])
+@pytest.mark.parametrize("stem", STEMS)
 def test_a_notebook_has_the_header_and_links_that_are_written_and_the_numbers_that_it_states(stem):
     cells = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells
     for cell in cells:
         if cell.cell_type == "markdown":
             assert address.with_links(cell.source) == cell.source, "run: python notebooks/header.py"
-    if stem == "gpu":
-        assert tuple(cell.source for cell in cells[:2]) == header.gpu_cells()
-        return
     assert cells[0].source == header.with_header(stem, cells[0].source), "run: python notebooks/header.py"
     files = [ROOT / "notebooks" / target for target in re.findall(r"\]\(([^)]+)\)", header.header_of(stem, None))]
     assert len(files) >= 5

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import torch
 
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.fast.cuda.graphs import StepGraphs
+from nanoinfer.system import environment
 from tests.features import engines
 from tests.features.covering import FACTOR_OF, PAGE, run_of
 from tests.features.engines import CANDIDATES, Checkpoints, Oracle, Question
@@ -182,10 +184,9 @@ def recorded() -> dict[str, Any]:
 
 def record(device: str, machine: str, outcomes: dict[str, str]) -> None:
     """Add outcomes to the record of a device, and renew the table."""
-    known = recorded()
-    before = known.get(device, {}).get("outcomes", {})
-    outcomes = {feature: (before | outcomes)[feature] for feature in FEATURES if feature in before | outcomes}
-    known[device] = {"machine": machine, "date": str(datetime.date.today()), "outcomes": outcomes}
+    known, today = recorded(), str(datetime.date.today())
+    found = known.get(device, {}).get("outcomes", {}) | {feature: [text, today] for feature, text in outcomes.items()}
+    known[device] = {"machine": machine, "outcomes": {name: found[name] for name in FEATURES if name in found}}
     RECORD.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), known), encoding="utf-8")
 
@@ -197,19 +198,20 @@ def table(known: dict[str, Any]) -> str:
     for feature in FEATURES:
         cells = []
         for device in NAMES:
-            found = known.get(device, {}).get("outcomes", {}).get(feature, "not run")
+            found, _ = known.get(device, {}).get("outcomes", {}).get(feature, ("not run", ""))
             cells.append(found if found in (GRAPHS, EAGER, "not run") else "refused")
             if cells[-1] == "refused" and found not in reasons:
                 reasons.append(found)
         rows.setdefault(tuple(cells), []).append(feature)
-    about = [f"{device}: {known[device]['machine']}, {known[device]['date']}." for device in NAMES if device in known]
-    lines = [" ".join(about), "", f"| feature | {' | '.join(NAMES)} |", "|---" * 4 + "|"]
+    dates = {device: min(date for _, date in known[device]["outcomes"].values()) for device in known}
+    about = [f"{device}: {known[device]['machine']}, {date}" for device, date in dates.items()]
+    lines = [f"{'. '.join(about)}.", "", f"| feature | {' | '.join(NAMES)} |", "|---" * 4 + "|"]
     lines += [f"| {', '.join(features)} | {' | '.join(cells)} |" for cells, features in rows.items()]
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""])
 
 
 def with_table(page: str, known: dict[str, Any]) -> str:
-    return MARKED.sub(lambda _: table(known), page)
+    return MARKED.sub(lambda _: table(known), page, count=1)
 
 
 def main() -> None:
@@ -223,17 +225,19 @@ def main() -> None:
         outcomes = {line["what"]: line["outcome"] for line in lines if line["part"] == "features" and "outcome" in line}
         record(GPU, next(line["what"] for line in lines if line["part"] == "machine"), outcomes)
         return
+    machines = {CPU: environment.cpu_name(), SIMULATED: f"Triton {metadata.version('triton')}'s interpreter"}
+    if given.gpu:
+        machines = {GPU: torch.cuda.get_device_name()}
     with prepared() as (checkpoints, oracle):
         for feature in given.features:
-            for device in (GPU,) if given.gpu else (CPU, SIMULATED):
+            for device in machines:
                 try:
                     of_device = outcome(checkpoints, oracle, device, feature)
                 except AssertionError as error:
                     print(device, feature, "WRONG", error, flush=True)
                     continue
                 print(device, feature, of_device, sep=" | ", flush=True)
-                machine = torch.cuda.get_device_name() if given.gpu else "tests/helpers/simulated_device.py"
-                record(device, machine, {feature: of_device})
+                record(device, machines[device], {feature: of_device})
 
 
 if __name__ == "__main__":
