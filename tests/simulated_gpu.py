@@ -85,7 +85,7 @@ REACH: dict[str, dict[str, str]] = {
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
-        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"), "first_decodes": "grid[0]",
     },
     "_merge_kernel": {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
@@ -101,7 +101,7 @@ REACH: dict[str, dict[str, str]] = {
         "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
         **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
-        **dict.fromkeys(("slots", "seq_lens"), "grid[0]"), "sinks": "NUM_HEADS",
+        **dict.fromkeys(("slots", "seq_lens", "first_decodes"), "grid[0]"), "sinks": "NUM_HEADS",
     },
     "_angles_kernel": {
         "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
@@ -126,7 +126,7 @@ REACH: dict[str, dict[str, str]] = {
 }  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
-    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
+    | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
@@ -205,14 +205,16 @@ def simulated_gpu(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def plans() -> dict[str, list[tuple[int, int]]]:
-    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first."""
+def plans() -> dict[str, tuple[list[tuple[int, int]], int]]:
+    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first, and the drafts of each."""
     decodes = [(100 + 37 * i, 1) for i in range(16)]
     return {
-        "prefill": [(0, 1), (0, 300)],
-        "chunks and decodes": [*decodes, (64, 128), (0, 17)],
-        "decode": decodes,
-        "one row": [(3000, 1)],
+        "prefill": ([(0, 1), (0, 300)], 0),
+        "chunks and decodes": ([*decodes, (64, 128), (0, 17)], 0),
+        "decode": (decodes, 0),
+        "one row": ([(3000, 1)], 0),
+        "drafts": (decodes, 8),
+        "drafts of one sequence": ([(3000, 1)], 3),
     }
 
 
@@ -230,8 +232,8 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim, dtype=dtype, device="meta",
     )  # fmt: skip
-    for lengths in plans().values():
-        batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
+    for lengths, num_drafts in plans().values():
+        batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
         attend = TritonBackend().begin_step(cache, batch.attention)
         with torch.inference_mode():
             for each in (attend, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the second is no backend's
@@ -246,14 +248,14 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         choose(logits, ParameterColumns(**columns), uniform)
 
 
-def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
+def _plan(lengths: list[tuple[int, int]], num_drafts: int, block_size: int) -> StepPlan:
     scheduled = []
     for i, (num_cached, num_new) in enumerate(lengths):
         total = num_cached + num_new
         seq = Sequence(str(i), [1] * total, SamplingParams(), seed=0, max_num_tokens=total + 1)
         seq.num_computed_tokens = num_cached
-        seq.block_table = list(range(-(-total // block_size)))
-        scheduled.append(ScheduledSequence(seq, num_new))
+        seq.block_table = list(range(-(-(total + num_drafts) // block_size)))
+        scheduled.append(ScheduledSequence(seq, num_new, (1,) * num_drafts))
     return StepPlan(tuple(scheduled))
 
 

@@ -28,7 +28,7 @@ from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
-from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
+from tests.helpers.paged_cases import compare, compare_drafts, in_float64
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -342,24 +342,21 @@ def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> fl
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype) -> float:
+def check_drafts(dtype: torch.dtype, are_alone: bool) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
-    generator, lengths = _generator(), [(0, 70), (0, 20)]
-    metadata = metadata_for(lengths, 16, 8, generator)
-    cache = KVCache(
-        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
-    )
-    (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
-    new = torch.tensor([67, 68, 69, 89])
-    is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
-    cache.write(0, metadata.slot_mapping[is_old], k[is_old], v[is_old])
-    rows = replaced(
-        metadata, seq_lens=torch.tensor([68, 69, 70, 20]), block_tables=metadata.block_tables[[0, 0, 0, 1]],
-        slot_mapping=metadata.slot_mapping[new], num_decodes=4,
-    )  # fmt: skip
-    out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
-    parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
-    return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance, are_alone=are_alone
+        )  # fmt: skip
+
+
+def check_paged_drafts(dtype: torch.dtype) -> float:
+    """As check_drafts, in three kernels. A program has up to two rows, so three programs share the last sequence's."""
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            triton.TritonBackend(), [(67, 3), (19, 1), (140, 5)], group=12, dtype=dtype, window=70, has_sinks=True,
+            tolerance=_tolerance,
+        )  # fmt: skip
 
 
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -413,7 +410,11 @@ CASES: dict[str, Callable[[], float]] = {
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm")
 } | {
-    f"drafts {name}": lambda dtype=DTYPES[name]: check_drafts(dtype) for name in ("bfloat16", "float16")
+    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option == "alone")
+    for name in ("bfloat16", "float16")
+    for option in ("together", "alone")
+} | {
+    f"paged_drafts {name}": lambda dtype=dtype: check_paged_drafts(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)

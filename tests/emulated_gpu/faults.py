@@ -108,8 +108,16 @@ def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
 
-def drafts() -> float:
-    return cases.check_drafts(torch.bfloat16)
+def drafts(are_alone: bool = True) -> float:
+    return cases.check_drafts(torch.bfloat16, are_alone)
+
+
+def drafts_together() -> float:
+    return drafts(False)
+
+
+def paged_drafts() -> float:
+    return cases.check_paged_drafts(torch.bfloat16)
 
 
 def step() -> float:
@@ -279,6 +287,28 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "decode_attention: the score of the new key without its scale": InSource(
         decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+    ),
+    "drafts: a draft that sees those after it": InSource(
+        decode_kernels, "is_visible = position <= positions", "is_visible = position >= 0", "values", drafts_together
+    ),
+    "drafts: keys of the first row alone are stored": InSource(
+        decode_kernels, "(other < row + num_queries)", "(other < row + 1)", "values", drafts_together
+    ),
+    "drafts: the last program merges the first row alone": InSource(
+        decode_kernels, "range(GROUP * num_queries)", "range(GROUP)", "values", drafts_together
+    ),
+    "drafts: programs without queries end before they wait": InSource(
+        decode_kernels, "    keys = first_key +", "    if num_queries == 0:\n        return\n    keys = first_key +",
+        "DependencyFault", drafts_together, arch=90,
+    ),
+    "drafts: a program that takes the rows of the next sequence": InSource(
+        triton, "tl.where(firsts == first, 1, 0)", "tl.where(firsts >= first, 1, 0)", "RaceFault", paged_drafts
+    ),
+    "drafts: first rows that are read without their mask": InSource(
+        triton, "mask=decodes < num_decodes, other=-1", "", "OutsideFault", paged_drafts
+    ),
+    "drafts: a window from the last query on": InSource(
+        triton, "seq_len - (num_queries - 1) - WINDOW", "seq_len - WINDOW", "values", paged_drafts
     ),
     "decode_linear: a norm over the first tile": InSource(
         decode_kernels, "_sum_of_squares(x + row * x_stride, NUM_IN, TILE)", "tl.sum(a * a, 0)", "values", decode_linear

@@ -59,5 +59,6 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
         num_groups=len(runtime.sizes.windows),
+        max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -142,6 +142,7 @@ class StepGraphs:
     max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
     sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
     num_groups: the number of KV groups, each of which has its own block tables and slots.
+    max_num_decodes: the most decodes of a sequence, of which drafts make several.
     """
 
     def __init__(
@@ -153,8 +154,9 @@ class StepGraphs:
         on_first_use: bool = True,
         sizes: Iterable[int] = (),
         num_groups: int = 1,
+        max_num_decodes: int = 1,
     ) -> None:
-        self.sizes, self._num_groups = capture_sizes(max_num_rows), num_groups
+        self.sizes, self._num_groups, self._max_num_decodes = capture_sizes(max_num_rows), num_groups, max_num_decodes
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
         self.shapes = [StepSize(0, size) for size in self.sizes]
@@ -235,6 +237,8 @@ class StepGraphs:
             num_decodes=shape.num_decodes,
             query_start_loc_cpu=starts,
             seq_lens_cpu=[self._info.max_model_len] * num_seqs,
+            first_decodes=rows("first decodes")[: shape.num_decodes] if self._max_num_decodes > 1 else None,
+            max_num_decodes=self._max_num_decodes,
         )
         if further := [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]:
             own = {one.name: getattr(attention, one.name) for one in fields(attention)}
@@ -257,6 +261,7 @@ class StepGraphs:
                 continue
             copies += self._rows_to_put(static[:start], new[:num_decodes], of_decodes)
             copies += self._rows_to_put(static[start:], new[num_decodes:], of_chunks)
+        copies += self._first_decodes_to_put(inputs.attention, batch)
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])  # by one kernel
         if shape.num_chunk_tokens and batch is not None:
             ends = [start - num_decodes + end for end in batch.attention.query_start_loc_cpu[num_decodes + 1 :]]
@@ -269,6 +274,16 @@ class StepGraphs:
         for group in groups_of(batch, self._info.block_size):
             changing += (group.slot_mapping, group.block_tables)
         return changing
+
+    def _first_decodes_to_put(self, inputs: AttentionMetadata, batch: ForwardBatch | None) -> list[tuple[Tensor, Tensor]]:
+        """List the copies of the batch's first decodes. Other decodes, and those that pad, are sequences of their own."""
+        if (static := inputs.first_decodes) is None:
+            return []
+        new = static[:0] if batch is None or batch.attention.first_decodes is None else batch.attention.first_decodes
+        if "own decodes" not in self._rows:
+            self._rows["own decodes"] = torch.arange(self.sizes[-1], device=self._device)
+        pairs = (static[: len(new)], new), (static[len(new) :], self._rows["own decodes"][len(new) : len(static)])
+        return [pair for pair in pairs if len(pair[0])]
 
     def _rows_to_put(self, static: Tensor, new: Tensor, value: int) -> list[tuple[Tensor, Tensor]]:
         """List the copies that put `new` into the first rows and `value` into the others. Tables are put at once."""
