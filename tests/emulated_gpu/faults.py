@@ -286,7 +286,7 @@ FAULTS: dict[str, InPtx | InSource] = {
         decode_kernels, "(new_keys < seq_len)", "(new_keys == seq_len - 1)", "RaceFault", drafts
     ),
     "decode_attention: the score of the new key without its scale": InSource(
-        decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+        decode_kernels, "query * seen_key, 0.0), 1) * scale", "query * seen_key, 0.0), 1)", "values", decode_attention
     ),
     "drafts: a draft that sees those after it": InSource(
         decode_kernels, "is_visible = position <= positions", "is_visible = position >= 0", "values", drafts_together
