@@ -30,6 +30,7 @@ from nanoinfer.attention.triton import uses_tensor_cores
 from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, _launch, _load_weights, gdc_launch_dependents, gdc_wait
 from nanoinfer.fast.fuse import FusedLinear
 from nanoinfer.fast.trace import has_hooks
+from nanoinfer.features.training.stored import StoredParameter
 from nanoinfer.models.gpt_oss import ClampedSwiGLU
 from nanoinfer.models.layers import Hidden, SwiGLU, Untraced
 from nanoinfer.models.qwen_moe import Experts
@@ -276,7 +277,7 @@ def _columns_and_tile(num_out: int, num_in: int, num_bytes: int, num_others: int
 
 
 def supports(experts: Experts) -> bool:
-    """Whether the kernels compute these experts: gated MLPs of one kind and size, whose layers have no hooks."""
+    """Whether the kernels compute these experts: gated MLPs of one kind and size, of 16 or 32 bits, without hooks."""
     mlps = list(experts)
     parts = [[mlp, *mlp.children()] for mlp in mlps]
     first = [(type(part).forward, getattr(part, "bias", None) is None) for part in parts[0]]
@@ -285,7 +286,8 @@ def supports(experts: Experts) -> bool:
     shapes = {tuple((weight.shape, weight.dtype) for weight in mlp.parameters()) for mlp in mlps}
     modules = [part for own in parts for part in own]
     are_plain = len(set(modules)) == len(modules) and not any(map(has_hooks, modules))
-    return is_known and are_alike and are_plain and len(shapes) == 1
+    is_loaded = not any(isinstance(weight, StoredParameter) for weight in experts.parameters())  # others are to be rounded
+    return is_known and are_alike and are_plain and is_loaded and len(shapes) == 1
 
 
 def replace_experts(model: nn.Module) -> None:
