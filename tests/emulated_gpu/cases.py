@@ -10,19 +10,24 @@ A case returns its largest error as a share of the tolerance, which must be at m
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from triton import jit, language
 from triton.language.extra import libdevice
 
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel
+from nanoinfer.models.gpt_oss import ClampedSwiGLU
+from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
@@ -206,6 +211,81 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
         tolerance = tolerance + terms * _sum_error(num_in + 2)
         largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, gated)))
     return largest
+
+
+EXPERTS = {"silu": None, "clamped with bias": 1.0}  # the limit
+
+
+def check_experts(dtype: torch.dtype, option: str, device: str = "cpu") -> float:
+    """As linear's, twice: of down's inputs, and of down with their rounding, 4 * u * sqrt(sum of squares). Then k products.
+
+    1 and 3 rows, of which each has the bits that it has alone. 19 rows choose expert 0, which has two tiles of pairs, and none
+    chooses the last. Sizes are no multiples of the kernels' tiles.
+    """
+    mixture, largest = _Mixture(dtype, option, num_experts=5, size=300, inner=70, device=device), 0.0
+    for num_rows in (3, 1, 19):
+        largest = max(largest, share(mixture.outs[num_rows], *mixture.expected(num_rows)))
+    return largest if torch.equal(mixture.outs[1], mixture.outs[3][:1]) else float("inf")
+
+
+def check_large_experts(dtype: torch.dtype) -> float:
+    """As check_experts, of so many rows that the tiles are larger."""
+    mixture = _Mixture(dtype, "silu", num_experts=2, size=80, inner=70, all_rows=(70,))
+    return share(mixture.outs[70], *mixture.expected(70))
+
+
+class _Mixture:
+    """Experts with random weights. outs: what the kernels compute of the first rows, by their number."""
+
+    def __init__(
+        self, dtype: torch.dtype, option: str, *, num_experts: int, size: int, inner: int, device: str = "cpu",
+        all_rows: tuple[int, ...] = (3, 1, 19),
+    ) -> None:  # fmt: skip
+        self.dtype, self.limit, generator = dtype, EXPERTS[option], _generator()
+        sizes = SimpleNamespace(hidden_size=size, intermediate_size=inner, swiglu_alpha=1.702, swiglu_limit=self.limit)
+        self.mlps = [SwiGLU(size, inner) if self.limit is None else ClampedSwiGLU(sizes) for _ in range(num_experts)]
+        for weight in (weight for mlp in self.mlps for weight in mlp.to(dtype).parameters()):
+            weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+        num_rows = max(all_rows)
+        self.x = torch.randn(num_rows, size, generator=generator).to(dtype)
+        others = torch.stack([1 + torch.randperm(max(num_experts - 2, 1), generator=generator)[:2] for _ in range(num_rows)])
+        self.chosen = torch.cat((others, torch.zeros(num_rows, 1, dtype=torch.int64)), 1)
+        self.routing = torch.rand(self.chosen.shape, generator=generator)
+        module, self.outs = experts.KernelExperts(Experts(deepcopy(self.mlps)).to(device)), {}
+        for num in all_rows:
+            with writes.step():
+                given = (tensor[:num].to(device, copy=True) for tensor in (self.x, self.routing, self.chosen))
+                self.outs[num] = module(*given).cpu()
+
+    def expected(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the first rows in fp64, and its tolerance."""
+        out, tolerance, magnitude = (torch.zeros(num_rows, self.x.shape[1], dtype=torch.float64) for _ in range(3))
+        for row, place in np.ndindex(num_rows, self.chosen.shape[1]):
+            found, error = self._of_pair(self.x[row].double(), self.mlps[self.chosen[row, place]])
+            weight = self.routing[row, place].double()
+            out[row] += weight * found
+            tolerance[row] += weight * error
+            magnitude[row] += weight * found.abs()
+        return out, tolerance + _sum_error(self.chosen.shape[1] + 1) * magnitude
+
+    def _of_pair(self, x: Tensor, mlp: SwiGLU) -> tuple[Tensor, Tensor]:
+        """One expert's output, and its tolerance. The gate's function rises by at most 1.1 times its argument's change."""
+        (gate, of_gate), (up, of_up) = (self._product(x, linear) for linear in (mlp.gate_proj, mlp.up_proj))
+        alpha, added = (1.0, 0.0) if self.limit is None else (mlp.alpha, 1.0)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        activated, factor = gate * torch.sigmoid(alpha * gate), up + added
+        inner = activated * factor
+        of_inner = 1.1 * factor.abs() * of_gate + activated.abs() * of_up + (12 + alpha * gate.abs()) * _E * inner.abs()
+        out, error = self._product(inner, mlp.down_proj)
+        weight = mlp.down_proj.weight.double()
+        of_rounding = 4 * ((_rounded(self.dtype, inner)).square() @ weight.square().T).sqrt()
+        return out, error + of_inner @ weight.abs().T + of_rounding + _rounded(self.dtype, out)
+
+    def _product(self, x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor]:
+        weight, bias = linear.weight.double(), 0.0 if linear.bias is None else linear.bias.double()
+        terms = x.abs() @ weight.abs().T + abs(bias)
+        return x @ weight.T + bias, terms * _sum_error(linear.in_features + 2)
 
 
 def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
@@ -409,6 +489,12 @@ CASES: dict[str, Callable[[], float]] = {
     f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm")
+} | {
+    f"experts {name} {option}": lambda dtype=dtype, option=option: check_experts(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in EXPERTS
+} | {
+    f"large_experts {name}": lambda dtype=DTYPES[name]: check_large_experts(dtype) for name in ("bfloat16", "float16")
 } | {
     f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option == "alone")
     for name in ("bfloat16", "float16")

@@ -38,6 +38,7 @@ def compile_model(model: nn.Module) -> CompiledModel:
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
+    import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
     compile_modules(report.model, partial(compile_for_cuda, merges={}), report)
     return report
 
@@ -52,7 +53,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
+    if not backend.supports_cuda_graph or not all(getattr(one, "supports_cuda_graph", True) for one in report.model.modules()):
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
