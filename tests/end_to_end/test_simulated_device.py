@@ -300,21 +300,29 @@ def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
 
 
 def adapters_give_the_tokens_of_the_cpu(path):
-    """One request has an adapter, the other does not. The host waits when the adapter becomes active, and not later."""
-    lora_adapters.write_adapter(path / "adapter", lora_adapters.linear_shapes(path))
-    options = {"enable_lora": True, "max_lora_rank": 4}
-    lora_request = [LoRARequest("adapter", 1, str(path / "adapter")), None]
+    """Three adapters take turns in two places, among rows without one. The host waits when an adapter becomes active."""
+    requests = [None, *lora_adapters.write_requests(path, path, (2, 4, 3)), None]
+    options = {"enable_lora": True, "max_lora_rank": 4, "max_loras": 2}
+    prompts, params = [[5, 6, 7] * 4, [9, 8], [1], [5, 6, 7] * 4, [2, 3]], [GREEDY, DRAWN, GREEDY, GREEDY, DRAWN]
+    orders = requests, requests[::-1]
     llm = LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22, **options)
-    expected = tokens_of(llm, lora_request=lora_request)
-    assert expected != tokens_of(llm)
+    expected = [tokens_of(llm, prompts, params, lora_request=order) for order in orders]
+    assert expected[0] != expected[1]
     with simulated() as device:
         llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS, **options)
+        for order, answers in zip(orders, expected, strict=True):
+            device.reset_counts()
+            assert tokens_of(llm, prompts, params, lora_request=order) == answers
+            assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}, device.waits
+        graphs = llm.engine.executor.runner.graphs.table.graphs
+        assert None not in graphs.values()
+        assert {shape.num_chunk_tokens > 0 for shape, graph in graphs.items() if graph.replay.__self__.num_replays} == {True, False}
         device.reset_counts()
-        assert tokens_of(llm, lora_request=lora_request) == expected
-        assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} == {"adapters/adapters.py"}
+        assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
         device.reset_counts()
-        assert tokens_of(llm, lora_request=lora_request) == expected
+        tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5)
         assert device.waits == []
+        assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
 
 
 def weights_of_a_compiled_model_are_replaced_and_the_engine_does_not_sleep(path):

@@ -45,19 +45,24 @@ def compile_model(model: nn.Module) -> CompiledModel:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
-    backend, num_rows = runtime.backend, config.max_num_rows
+    backend, num_rows, further = runtime.backend, config.max_num_rows, ()
+    if config.enable_lora and find_spec("triton"):
+        from nanoinfer.fast.cuda.lora import use_kernels
+
+        further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
     capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
+    can_capture = backend.supports_cuda_graph and getattr(runtime.model, "supports_cuda_graph", True)
+    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=len(runtime.sizes.windows),
+        num_groups=len(runtime.sizes.windows), further=further,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -13,9 +13,9 @@ A padding token reads and writes a block of its own, which no sequence has. Chun
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -135,6 +135,17 @@ class StepSize(NamedTuple):
     num_decodes: int
 
 
+class RowNumbers(Protocol):
+    """A number of each token that kernels read besides the batch. Padding has -1.
+
+    static: int64 [at least the tokens of any step], where graphs read them. new: int64 [num_tokens], those of the step.
+    """
+
+    static: Tensor
+    new: Tensor
+    is_static: bool  # whether a run reads `static`, of a graph
+
+
 class StepGraphs:
     """CUDA graphs of the forward pass of a step, by its StepSize.
 
@@ -142,6 +153,7 @@ class StepGraphs:
     max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
     sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
     num_groups: the number of KV groups, each of which has its own block tables and slots.
+    further: what kernels read besides the batch.
     """
 
     def __init__(
@@ -153,8 +165,9 @@ class StepGraphs:
         on_first_use: bool = True,
         sizes: Iterable[int] = (),
         num_groups: int = 1,
+        further: Sequence[RowNumbers] = (),
     ) -> None:
-        self.sizes, self._num_groups = capture_sizes(max_num_rows), num_groups
+        self.sizes, self._num_groups, self._further = capture_sizes(max_num_rows), num_groups, further
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
         self.shapes = [StepSize(0, size) for size in self.sizes]
@@ -204,7 +217,13 @@ class StepGraphs:
         if shape not in self._inputs:
             self._inputs[shape] = self._make_inputs(shape)
             self._fill(shape, None)
-        hidden = self._run(self._inputs[shape])
+        try:
+            for one in self._further:
+                one.is_static = True
+            hidden = self._run(self._inputs[shape])
+        finally:
+            for one in self._further:
+                one.is_static = False
         if "hidden" not in self._rows:
             self._rows["hidden"] = hidden.new_empty(sum(self._largest), hidden.shape[1])
         # Of a graph's own memory nothing is kept, so that the next graph has all of it.
@@ -247,7 +266,10 @@ class StepGraphs:
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes
         padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
+        padding += ((-1, -1),) * len(self._further)
         changing = self._changing(inputs), self._changing(batch or inputs)
+        changing[0].extend(one.static[: sum(shape)] for one in self._further)
+        changing[1].extend(one.new for one in self._further)
         copies: list[tuple[Tensor, Tensor]] = []  # targets and sources
         for static, new, (of_decodes, of_chunks) in zip(*changing, padding, strict=True):
             if batch is None:
