@@ -22,6 +22,7 @@ KERNELS = {  # a kernel -> its case, by the dtype
     "linear": "linear {} plain", "decode_linear": "decode_linear {} gated with norm", "angles": "angles {}",
     "decode_attention": "decode_attention {} 64 plain", "bound": "draw ties",
     "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",
+    "shrink": "lora {}", "expand": "lora {}",
 }  # fmt: skip
 
 

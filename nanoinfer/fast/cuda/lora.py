@@ -1,6 +1,6 @@
 """Two Triton kernels that add the adapters of requests to a linear layer, or to several with the same input.
 
-In: the rows of a step, each with the index of its adapter. Out: the layer's outputs, changed as features/adapters/layers.py says:
+In: a step's rows, each with the index of its adapter. Out: the outputs of the layer, as features/adapters/layers.py has them
 
     shrink    x @ A_i.T, by parts of the inputs, in fp32
     expand    the sum of the parts, rounded to the model's dtype, then out += sum @ B_i.T * scale_i
@@ -23,15 +23,17 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nanoinfer.attention.triton import uses_tensor_cores
 from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
 from nanoinfer.features.adapters.layers import AdaptedLinear, check_rows, shape_of
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.system.transfer import integers_on_device
 
 ROWS = 16  # the rows of a program, as many as a product of tensor cores has at least
-_PART, _TILE = 512, 128  # the inputs that a program of shrink multiplies, and how many at a time
-_MAX_RANKS = 32  # the numbers of x @ A.T that a program has at a time
-_COLUMNS = 64  # the outputs of a program of expand
+_PART = 512  # the inputs that a program of shrink multiplies
+# The inputs and the numbers of x @ A.T at a time, and the outputs of a program of expand. Without tensor cores all numbers of a
+# product are in registers.
+_SIZES, _SIZES_WITHOUT_TENSOR_CORES = (128, 32, 64), (32, 16, 32)
 
 
 @triton.jit
@@ -42,12 +44,12 @@ def _following(indices, last):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
-    x, indices, a, sums, x_stride, a_stride, num_rows, NUM_IN: tl.constexpr, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr,
+    x, indices, a, products, x_stride, a_stride, num_rows, NUM_IN: tl.constexpr, NUM_RANKS: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Multiply PART inputs of the rows by RANKS rows of the A of their adapters.
 
-    a: [adapters, NUM_RANKS, NUM_IN], of all layers. sums: [parts of the inputs, num_rows, NUM_RANKS].
+    a: [adapters, NUM_RANKS, NUM_IN], of all layers. products: [parts of the inputs, num_rows, NUM_RANKS].
     """
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     ranks = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
@@ -66,17 +68,18 @@ def _shrink_kernel(
         total = tl.where((used == adapter)[:, None], product, total)  # a matrix that is not finite reaches its own rows alone
         adapter = _following(used, adapter)
     at = (tl.program_id(2) * num_rows + rows[:, None]) * NUM_RANKS + ranks[None, :]
-    tl.store(sums + at, total, mask=(used >= 0)[:, None])
+    tl.store(products + at, total, mask=(used >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
-    sums, indices, b, scales, starts, out, b_stride, scales_stride, out_stride, num_rows, NUM_RANKS: tl.constexpr,
+    products, indices, b, factors, starts, out, b_stride, factors_stride, out_stride, num_rows, NUM_RANKS: tl.constexpr,
     RANK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Add the product with B to COLUMNS outputs of a layer.
 
-    b: [adapters, outputs, RANK], of all layers. scales: [adapters, layers]. starts: the first output of each layer, and the end.
+    b: [adapters, outputs, RANK], of all layers. factors: [adapters, layers], each a scale_i.
+    starts: the first output of each layer, and the end of the last.
     """
     layer = tl.program_id(2)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -90,14 +93,14 @@ def _expand_kernel(
         at = rows[:, None] * NUM_RANKS + layer * RANK + ranks[None, :]
         shrunk = tl.zeros([ROWS, RANKS], tl.float32)
         for part in range(NUM_PARTS):
-            shrunk += tl.load(sums + part * num_rows.to(tl.int64) * NUM_RANKS + at, mask=is_used, other=0.0)
+            shrunk += tl.load(products + part * num_rows.to(tl.int64) * NUM_RANKS + at, mask=is_used, other=0.0)
         tile = shrunk.to(b.dtype.element_ty)
         adapter = _following(used, -1)
         while adapter < 1 << 30:
             matrix = b + adapter.to(tl.int64) * b_stride + columns[:, None] * RANK + ranks[None, :]
             weights = tl.load(matrix, mask=inside[:, None], other=0.0)
             product = tl.dot(tile, tl.trans(weights), input_precision="ieee")
-            product *= tl.load(scales + adapter * scales_stride + layer)
+            product *= tl.load(factors + adapter * factors_stride + layer)
             total += tl.where((used == adapter)[:, None], product, 0.0)
             adapter = _following(used, adapter)
     where = out + rows[:, None] * out_stride + columns[None, :]
@@ -167,15 +170,17 @@ class LowRankUpdates:
         check_rows(x, len(indices))
         x, out = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, out))
         (num_rows, num_in), (_, num_ranks, _) = x.shape, self.a.shape
-        num_parts, ranks = triton.cdiv(num_in, _PART), min(self._rank, _MAX_RANKS)
-        sums, tiles = x.new_empty(num_parts, num_rows, num_ranks, dtype=torch.float32), triton.cdiv(num_rows, ROWS)
+        has_tensor_cores = uses_tensor_cores() and x.element_size() == 2
+        tile, ranks, columns = _SIZES if has_tensor_cores else _SIZES_WITHOUT_TENSOR_CORES
+        num_parts, ranks = triton.cdiv(num_in, _PART), min(self._rank, ranks)
+        products, tiles = x.new_empty(num_parts, num_rows, num_ranks, dtype=torch.float32), triton.cdiv(num_rows, ROWS)
         _shrink_kernel[(tiles, num_ranks // ranks, num_parts)](
-            x, indices, self.a, sums, x.stride(0), self.a.stride(0), num_rows, num_in, num_ranks, ROWS, ranks, _PART, _TILE,
+            x, indices, self.a, products, x.stride(0), self.a.stride(0), num_rows, num_in, num_ranks, ROWS, ranks, _PART, tile,
             num_warps=2,
         )  # fmt: skip
-        _expand_kernel[(tiles, triton.cdiv(max(self._sizes), _COLUMNS), len(self._sizes))](
-            sums, indices, self.b, self.scales, self.starts, out, self.b.stride(0), self.scales.stride(0), out.stride(0),
-            num_rows, num_ranks, self._rank, ROWS, ranks, _COLUMNS, num_parts, num_warps=2,
+        _expand_kernel[(tiles, triton.cdiv(max(self._sizes), columns), len(self._sizes))](
+            products, indices, self.b, self.scales, self.starts, out, self.b.stride(0), self.scales.stride(0), out.stride(0),
+            num_rows, num_ranks, self._rank, ROWS, ranks, columns, num_parts, num_warps=2,
         )  # fmt: skip
         return out.view(shape)
 

@@ -58,7 +58,8 @@ class AdaptedLinear(HookInKernels):
         self.mapping = mapping
         # What the layer's kernels read (CPUAdapters of fast/cpu/lora.py, LowRankUpdates), each with the layer's index in it.
         self.kernels: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.add: Callable[[Tensor, Tensor], Tensor] | None = None  # computes the hook from (x, out) by kernels. None: torch does
+        # Adds to the outputs by kernels, given x and the outputs. None: torch does.
+        self.add: Callable[[Tensor, Tensor], Tensor] | None = None
         self._updates: dict[int, LowRankUpdate | None] = {}  # adapter index -> update
         linear.register_forward_hook(self)
 
