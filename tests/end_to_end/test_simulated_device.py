@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
-from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
+from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
 from nanoinfer.fast.cuda.accelerate import compile_model
-from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
@@ -313,10 +312,11 @@ def adapters_give_the_tokens_of_the_cpu(path):
         for order, answers in zip(orders, expected, strict=True):
             device.reset_counts()
             assert tokens_of(llm, prompts, params, lora_request=order) == answers
-            assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}, device.waits
+            assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}
         graphs = llm.engine.executor.runner.graphs.table.graphs
         assert None not in graphs.values()
-        assert {shape.num_chunk_tokens > 0 for shape, graph in graphs.items() if graph.replay.__self__.num_replays} == {True, False}
+        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
+        assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
         device.reset_counts()
         assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
         device.reset_counts()
@@ -325,15 +325,42 @@ def adapters_give_the_tokens_of_the_cpu(path):
         assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
 
 
-def weights_of_a_compiled_model_are_replaced_and_the_engine_does_not_sleep(path):
+def weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back(path):
+    """Views of merged weights stay views, and graphs are captured again. Without its weights it needs those of an update."""
     other = tiny_models.save("qwen3", path / "other", seed=1, **SMALL["qwen3"])
-    with simulated():
+    expected, others = expected_tokens(path), expected_tokens(other)
+    with simulated() as device:
+        before = device.allocated
         llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
-        assert tokens_of(llm) == expected_tokens(path)
+        executor = llm.engine.executor
+        freed = sum(weight.nbytes for weight in executor.runner.model.parameters()) + executor.info.num_cache_bytes
+        assert tokens_of(llm) == expected
+        awake = device.allocated - before
+        for level in (1, 1, 2):
+            num_graphs = len(executor.runner.graphs.table.graphs), len(executor.batch.table.graphs)
+            assert min(num_graphs) > 0
+            for _ in range(2):  # a second call changes nothing
+                llm.sleep(level)
+                assert 0 <= device.allocated - before < awake - freed
+            with pytest.raises(NanoinferError, match="call wake_up"):
+                tokens_of(llm)
+            llm.wake_up(["kv_cache"])
+            llm.wake_up()
+            if level == 2:
+                with pytest.raises(NanoinferError, match="give it all of them"):
+                    tokens_of(llm)
+            else:
+                assert tokens_of(llm) == expected
+                assert (len(executor.runner.graphs.table.graphs), len(executor.batch.table.graphs)) == num_graphs
+                assert device.allocated - before == awake
         llm.update_weights_from_path(str(other))
-        assert tokens_of(llm) == expected_tokens(other)
-        with pytest.raises(UnsupportedError, match="a model on a CPU"):
-            llm.sleep()
+        assert tokens_of(llm) == others
+        llm.sleep(1)
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights_from_path(str(path))
+        assert tokens_of(llm) == expected
+        assert device.allocated - before == awake
 
 
 def run_weights(paths):
@@ -446,7 +473,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ("run", "family"),
     [
         (adapters_give_the_tokens_of_the_cpu, "qwen3"),
-        (weights_of_a_compiled_model_are_replaced_and_the_engine_does_not_sleep, "qwen3"),
+        (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),

@@ -107,6 +107,11 @@ class CapturedGraphs(Generic[Key]):
                 self.capture_all(())
         return self.graphs.get(key)
 
+    def drop(self) -> None:
+        """Free all graphs. They are captured again as if they were new."""
+        self.graphs.clear()
+        self.wanted.clear()
+
     def capture_all(self, keys: Iterable[Key]) -> None:
         """Capture the graphs of these keys, and all that are wanted."""
         self.wanted |= set(keys)
@@ -181,7 +186,7 @@ class StepGraphs:
         self._constants: dict[int, Tensor] = {}  # what padding holds, for the largest shape
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
         self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
-        self.capture_next = self.table.capture_next
+        self.capture_next, self.drop_graphs = self.table.capture_next, self.table.drop
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
