@@ -5,6 +5,7 @@ sampler runs its stages.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +17,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -45,7 +46,8 @@ def compile_model(model: nn.Module) -> CompiledModel:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
-    backend, num_rows, further = runtime.backend, config.max_num_rows, ()
+    backend, num_rows = runtime.backend, config.max_num_rows
+    further: Sequence[RowNumbers] = ()
     if config.enable_lora and find_spec("triton"):
         from nanoinfer.fast.cuda.lora import use_kernels
 

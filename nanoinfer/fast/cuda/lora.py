@@ -16,6 +16,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 import triton
@@ -137,7 +138,7 @@ class LowRankUpdates:
     b: [max_loras, out, rank]. scales: fp32 [max_loras, layers]. starts: int32 [layers + 1], see _expand_kernel.
     """
 
-    def __init__(self, linears: Sequence[nn.Module], like: Tensor) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], like: Tensor) -> None:
         """like: has the dtype and the device of the matrices. At least one of the layers has a hook of adapters."""
         layers = [hook_of(linear) for linear in linears]
         self._mapping = mapping = next(layer.mapping for layer in layers if layer is not None)
@@ -207,11 +208,11 @@ class AdaptedProduct(nn.Module):
     """
 
     def __init__(
-        self, product: nn.Module, linears: Sequence[nn.Module], norm: nn.Module | None = None, *, gated: bool = False
+        self, product: nn.Module, linears: Sequence[nn.Linear], norm: nn.Module | None = None, *, gated: bool = False
     ) -> None:
         super().__init__()
         self.product, self.norm, self.gated = product, norm, gated
-        self.updates = LowRankUpdates(linears, next(linears[0].parameters()))
+        self.updates = LowRankUpdates(linears, linears[0].weight)
 
     def forward(self, x: Float[Tensor, "*rows in"], **options: Tensor) -> Float[Tensor, "*rows out"]:
         x = x if self.norm is None else self.norm(x)
@@ -242,6 +243,6 @@ def use_kernels(model: nn.Module, max_num_rows: int) -> tuple[RowIndices, ...]:
         if (layer := hook_of(module)) is not None:
             layer.mapping.kernels = rows
             if layer.add is None:  # the module computes its hook
-                LowRankUpdates([module], weight)
+                LowRankUpdates([cast(nn.Linear, module)], weight)
     model.register_forward_pre_hook(rows.begin)
     return (rows,)
