@@ -15,7 +15,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -140,6 +140,7 @@ class StepSize(NamedTuple):
     num_decodes: int
 
 
+@runtime_checkable
 class RowNumbers(Protocol):
     """A number of each token that kernels read besides the batch. Padding has -1.
 
