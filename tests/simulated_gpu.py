@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -34,6 +34,8 @@ from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
+from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -122,6 +124,12 @@ REACH: dict[str, dict[str, str]] = {
         "pairs": "NUM_EXPERTS * num_rows",
     },
     "_sum_pairs_kernel": {"x": "grid[0] * TOP_K * SIZE", "routing": "grid[0] * TOP_K", "mixed": "grid[0] * SIZE"},
+    "_shrink_kernel": {
+        "x": "(num_rows - 1) * x_stride + NUM_IN", "indices": "num_rows", "products": "grid[2] * num_rows * NUM_RANKS",
+    },
+    "_expand_kernel": {
+        "products": "NUM_PARTS * num_rows * NUM_RANKS", "indices": "num_rows", "starts": "grid[2] + 1",
+    },
     "_angles_kernel": {
         "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
     },
@@ -148,6 +156,7 @@ WITH_EXPERTS = "gpt-oss-20b", "Qwen3-30B-A3B"
 OF_EXPERTS = {"_few_gated_kernel", "_few_down_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"}
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
+    | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
     | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
@@ -260,12 +269,23 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
+    run_adapters(model.config.hidden_size, dtype)
     rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
     u, seed, position = (rows.pop(name) for name in ("u", "seeds", "positions"))
     few = {name: rows[name] for name in ("temperature", "top_k", "top_p")}
     for vocab_size, columns, uniform in ((COMMON["vocab_size"], rows, u), (151_936, few, (seed, position))):
         logits = torch.empty(3, vocab_size, dtype=dtype, device="meta")
         choose(logits, ParameterColumns(**columns), uniform)
+
+
+def run_adapters(num_in: int, dtype: torch.dtype) -> None:
+    """Add adapters of rank 64 to three layers, for 40 rows."""
+    mapping, linears = AdapterMapping(4, 64), [nn.Linear(num_in, size, device="meta") for size in (num_in, 320, 320)]
+    for linear in linears:
+        AdaptedLinear(linear, mapping)
+    updates = LowRankUpdates(linears, torch.empty(1, dtype=dtype, device="meta"))
+    mapping.kernels = RowIndices(40, torch.device("meta"))
+    updates(*(torch.empty(40, size, dtype=dtype, device="meta") for size in (num_in, num_in + 640)))
 
 
 def _plan(lengths: list[tuple[int, int]], num_drafts: int, block_size: int) -> StepPlan:

@@ -24,7 +24,9 @@ from triton.language.extra import libdevice
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
+from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.models.gpt_oss import ClampedSwiGLU
 from nanoinfer.models.layers import SwiGLU
 from nanoinfer.models.qwen_moe import Experts
@@ -288,6 +290,48 @@ class _Mixture:
         return x @ weight.T + bias, terms * _sum_error(linear.in_features + 2)
 
 
+def check_lora(dtype: torch.dtype) -> float:
+    """u * |out| + scale * |B| @ (u * |s| + g(n + 1) * |A| @ |x| + g(rank + 4) * |s|), where s = A @ x is rounded by u.
+
+    1 row, and 21 of two programs. The second layer is not changed by the first adapter. The last adapter is not finite, which
+    reaches no other row. Sizes are no multiples of the kernels' tiles, ranks have two, and rows are parts of wider ones.
+    """
+    generator, (num_in, sizes, ranks) = _generator(), (lora._PART + 80, (70, 20, 33), (4, 40, 17))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    mapping, linears = AdapterMapping(len(ranks), max(ranks)), [torch.nn.Linear(num_in, size, device="meta") for size in sizes]
+    layers = [AdaptedLinear(linear, mapping) for linear in linears]
+    updates, mapping.kernels, largest = lora.LowRankUpdates(linears, randn(1)), lora.RowIndices(21, torch.device("cpu")), 0.0
+    of: dict[tuple[int, int], LowRankUpdate] = {}
+    for index, rank in enumerate(ranks):
+        for place, layer in enumerate(layers):
+            layer.put(index, LowRankUpdate(randn(rank, num_in), randn(sizes[place], rank), 3.0))  # which is replaced
+            of[index, place] = update = LowRankUpdate(randn(rank, num_in) * num_in**-0.5, randn(sizes[place], rank), 0.5)
+            update.a[0, 0] = float("inf") if index == 2 else 1.0
+            layer.put(index, None if (index, place) == (0, 1) else update)
+    for indices in ([1], [row % 4 - 1 for row in range(21)]):
+        mapping.kernels.set(indices)
+        mapping.kernels.begin(torch.nn.Identity(), (torch.empty(len(indices)),))
+        x, base = randn(len(indices), num_in + 7)[:, :num_in], randn(len(indices), sum(sizes) + 9)
+        out = updates(x, base.clone()[:, : sum(sizes)])
+        for row, index in enumerate(indices):
+            for place, (own, given) in enumerate(zip(out[row].split(sizes), base[row, : sum(sizes)].split(sizes), strict=True)):
+                expected, tolerance = given.double(), torch.zeros(sizes[place], dtype=torch.float64)
+                if index == 2:
+                    continue
+                if index >= 0 and (index, place) != (0, 1):
+                    a, b, scale = of[index, place].a.double(), of[index, place].b.double(), of[index, place].scale
+                    shrunk, terms = a @ x[row].double(), a.abs() @ x[row].double().abs()
+                    expected = expected + scale * (b @ shrunk)
+                    tolerance = b.abs() @ (_rounded(dtype, shrunk) + _sum_error(num_in + 1) * terms) * scale
+                    tolerance += _sum_error(len(a) + 4) * scale * (b.abs() @ shrunk.abs()) + 4 * _E * given.double().abs()
+                    tolerance += _rounded(dtype, expected)
+                largest = max(largest, share(own, expected, tolerance + 1e-30))
+    return largest
+
+
 def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """What becomes of a product's result and tolerance by the gate and the rounding."""
     if not gated:
@@ -478,7 +522,7 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles),
+        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora),
     )
     for name, dtype in DTYPES.items()
 } | {

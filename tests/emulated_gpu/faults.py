@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -126,6 +126,10 @@ def mixture() -> float:
 
 def clamped() -> float:
     return cases.check_experts(torch.bfloat16, "clamped with bias")
+
+
+def of_lora() -> float:
+    return cases.check_lora(torch.bfloat16)
 
 
 def step() -> float:
@@ -359,6 +363,23 @@ FAULTS: dict[str, InPtx | InSource] = {
     "experts: inputs that are multiplied on their way": InPtx("_grouped_kernel", _WAIT, "", "InFlightFault", mixture),
     "PDL: experts that are read before the router has ended": InPtx(
         "_few_gated_kernel", _LATER.format("shfl"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", mixture, arch=90
+    ),
+    "shrink: rows beyond the step that are read": InSource(
+        lora, "mask=(used == adapter)[:, None] & within", "mask=within", "OutsideFault", of_lora
+    ),
+    "shrink: an adapter that reaches the rows of others": InSource(
+        lora, "tl.where((used == adapter)[:, None], product, total)", "total + product", "values", of_lora
+    ),
+    "shrink: a part of the inputs that no program has": InSource(
+        lora, "triton.cdiv(num_in, _PART), min", "num_in // _PART, min", "values", of_lora
+    ),
+    "shrink: no wait for the rows": InPtx("_shrink_kernel", _WAIT, "", "InFlightFault", of_lora),
+    "expand: the outputs of the next layer": InSource(
+        lora, "columns < tl.load(starts + layer + 1)", "columns >= 0", "OutsideFault", of_lora
+    ),
+    "expand: the products of the first layer for all": InSource(lora, "layer * RANK + ", "", "values", of_lora),
+    "expand: rows without an adapter that are read": InSource(
+        lora, "+ at, mask=is_used, other=0.0", "+ at", "OutsideFault", of_lora
     ),
     "linear: no barrier after fragments are put in shared memory": InPtx(
         "_linear_kernel", r"(stmatrix[^;]*;(?s:.*?))bar\S+\s+[-0]\d*;", r"\1", "RaceFault", linear("gated"), arch=90

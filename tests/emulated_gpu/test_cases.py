@@ -19,7 +19,7 @@ from tests.emulated_gpu.faults import FAULTS, InSource
 DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 9, "choose": 6, "decode_linear": 4, "decode_attention": 2,
-    "drafts": 2, "paged_drafts": 3, "experts": 8, "large_experts": 4,
+    "drafts": 2, "paged_drafts": 3, "experts": 8, "large_experts": 4, "lora": 4,
 }  # fmt: skip
 NUM_IN_STEP = {1: 24, 3: 24, 6: 40}  # by the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm
 

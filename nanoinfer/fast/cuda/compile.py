@@ -165,6 +165,7 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     _move_norms_into_products(trace)
+    _add_adapters(trace, merges)
     return num_faster
 
 
@@ -180,6 +181,23 @@ def _move_norms_into_products(trace: Trace) -> None:
             if isinstance(norm, KernelRMSNorm) and x.args[0] not in written:
                 module.norm, node.args = norm, x.args
                 trace.graph.erase_node(x)
+
+
+def _add_adapters(trace: Trace, merges: Merges) -> None:
+    """Add the adapters of requests, which are hooks of layers, to the products of these layers."""
+    layers_of = {merged: linears for linears, merged in merges.values()}
+    for node in trace.graph.nodes:
+        product = trace.module(node)
+        if not isinstance(product, FewRowsLinear | AddedLinear):
+            continue
+        linears = layers_of.get(product.linear, (product.linear,))
+        if any(linear._forward_hooks for linear in linears):
+            from nanoinfer.fast.cuda.lora import AdaptedProduct, without_hooks
+
+            product.linear, norm, gated = without_hooks(product.linear), None, False
+            if isinstance(product, FewRowsLinear):
+                (norm, gated), product.norm, product.gated = (product.norm, product.gated), None, False
+            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, gated=gated))
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
