@@ -116,7 +116,7 @@ def test_the_courses_order_map_and_pictures_have_every_notebook():
     assert list(header.NOTEBOOKS) == sorted(STEMS, key=lambda stem: (stem[0], int(re.search(r"\d+", stem)[0]), stem))
     numbers = [header.number_of(stem) for stem in header.NOTEBOOKS]
     assert all(set(entry.needs) <= set(numbers[:at]) for at, entry in enumerate(header.NOTEBOOKS.values()))
-    assert sorted(re.findall(r"\]\((\S+)\.ipynb\)", read("notebooks/README.md"))) == [*STEMS, "gpu"]
+    assert sorted(re.findall(r"\]\((\S+)\.ipynb\)", read("notebooks/README.md"))) == STEMS
     written = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "notebooks" / "pictures").glob("*.svg")}
     assert written == {header.number_of(stem): growing.picture_of(stem) for stem in STEMS}, "run: python notebooks/header.py"
     assert set(header.known_parts(list(header.NOTEBOOKS)[-1])) == set(growing.PLACES)  # in the end the picture is whole
