@@ -53,7 +53,8 @@ from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, _store_outputs
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
 except ImportError:  # Triton before 3.4
     gdc_launch_dependents = gdc_wait = None
 

@@ -226,9 +226,9 @@ def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number
         top_p, u = (torch.zeros(num_rows, dtype=torch.float64) for _ in range(2))
         choose(torch.zeros(num_rows, 40), ParameterColumns(top_p=top_p), u)
         lens, tables = torch.ones(num_rows, dtype=torch.int64), torch.zeros(num_rows, 1, dtype=torch.int32)
-        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables)
+        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables, first_decodes=None, max_num_decodes=1)
         q = torch.zeros(num_rows, 7, 16)
-        triton.decode(q, pages, pages, q.clone(), metadata, 0, None)
+        triton.decode(q, (pages, pages, None, None), q.clone(), metadata, 0, None)
     assert len(addresses) > 30
     assert all(address % 16 == 0 for address in addresses)
 
