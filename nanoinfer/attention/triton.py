@@ -296,6 +296,8 @@ class TritonBackend:
     supports_windows = True
     supports_sinks = True
 
+    num_splits: int | None = None  # of the keys of a decode. None: as many as keep the GPU busy (num_splits_for)
+
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""
 
@@ -308,7 +310,8 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
+        fixed = {} if self.num_splits is None else {"num_splits": self.num_splits}
+        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()), **fixed)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
@@ -338,15 +341,21 @@ def paged_attention(
     window: Window = None,
     sinks: Sinks = None,
     rotation: Rotation | None = None,
+    num_splits: int | None = None,
 ) -> Queries:
-    """Store k and v, then attend for the decoding sequences and for the prompt chunks. rotation: applied to q and k before."""
+    """Store k and v, then attend for the decoding sequences and for the prompt chunks.
+
+    Args:
+        rotation: applied to q and k before.
+        num_splits: as in TritonBackend.
+    """
     k_pages, v_pages = cache.layer(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     q = rotate_and_store(q, rotation, k, v, k_pages, v_pages, metadata.slot_mapping)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
-        decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks)
+        decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks, num_splits)
     if n < len(metadata.seq_lens):
         prefill(q, k_pages, v_pages, out, metadata, window or 0, sinks)
     return out
@@ -396,12 +405,19 @@ def prefill(
 
 
 def decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks
-) -> None:
-    """Attend for the decoding sequences, and write `out`, which has a row per sequence. window: in tokens. 0: no window."""
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks,
+    num_splits: int | None = None,
+) -> None:  # fmt: skip
+    """Attend for the decoding sequences, and write `out`, which has a row per sequence.
+
+    Args:
+        window: in tokens. 0: no window.
+        num_splits: as in TritonBackend.
+    """
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pages.shape
-    num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
+    most_keys = min(metadata.max_seq_len, window or metadata.max_seq_len)
+    num_splits = num_splits or num_splits_for(num_seqs, num_kv_heads, most_keys)
     rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
     # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
     m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))

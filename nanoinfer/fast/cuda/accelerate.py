@@ -27,8 +27,8 @@ from nanoinfer.sampling.routes import Route
 logger = logging.getLogger(__name__)
 
 
-def compile_model(model: nn.Module) -> CompiledModel:
-    """Compile a model. Without Triton it runs as it is, which is logged."""
+def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledModel:
+    """Compile a model. Without Triton it runs as it is, which is logged. is_invariant: as in compile_for_cuda, of all layers."""
     report = CompiledModel(copied(model))
     try:
         compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda
@@ -38,13 +38,16 @@ def compile_model(model: nn.Module) -> CompiledModel:
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    compile_modules(report.model, partial(compile_for_cuda, merges={}), report)
+    compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
+    if is_invariant:
+        import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
     return report
 
 
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
-    report = compile_model(cast(nn.Module, runtime.model))
+    is_invariant = config.scheduler.batch_invariant
+    report = compile_model(cast(nn.Module, runtime.model), is_invariant=is_invariant)
     backend, num_rows = runtime.backend, config.max_num_rows
     capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
@@ -52,6 +55,8 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
+    if is_invariant and find_spec("triton"):
+        runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)

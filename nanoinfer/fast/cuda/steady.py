@@ -39,6 +39,7 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, CapturedGraphs, StepGraphs, capture_sizes
 from nanoinfer.fast.sampling.cuda_graphs import INPUTS, PREPARED, SamplerGraphs, inputs_read
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
+from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, columns_and_groups, is_stateful_row
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -355,6 +356,6 @@ def _reads_more(seq: Sequence) -> bool:
 def supports_steady_steps(runtime: Runtime, config: EngineConfig) -> bool:
     """Whether SteadyExecutor may run captured steps: a single device, and nothing of a user or of drafts in them."""
     has_graphs = any(isinstance(route, SamplerGraphs) for route in runtime.routes)
-    is_plain = not runtime.wrappers and runtime.sizes.windows == (None,)
+    is_plain = {*runtime.wrappers} <= {InvariantRunner} and runtime.sizes.windows == (None,)  # which changes prompts alone
     has_others = config.stages or config.logits_processors or config.tracer or config.speculative
     return has_graphs and is_plain and not has_others
