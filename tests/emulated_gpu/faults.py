@@ -93,7 +93,7 @@ def linear(option: str) -> Callable[[], float]:
 
 
 def invariant_linear(option: str = "split residual") -> float:
-    return cases.check_invariant(torch.bfloat16, option)
+    return cases.check_invariant(torch.float16, option)
 
 
 def draw() -> float:
@@ -190,15 +190,15 @@ FAULTS: dict[str, InPtx | InSource] = {
     "invariant: rows that are read without their mask": InSource(
         invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
     ),
-    "invariant: a sum of tiles in place of a chain": InSource(
-        invariant, "part = tl.dot(tile, tl.trans(w), part, ", "part += tl.dot(tile, tl.trans(w), ", "values", invariant_linear
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
     ),
     "invariant: many rows whose inputs are not split": InSource(
         invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
     ),
     "invariant: keys that are split by the number of rows": InSource(
         triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
-        _of(cases.check_invariant_decode, torch.bfloat16),
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1
