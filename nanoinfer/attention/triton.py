@@ -366,8 +366,8 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        fixed = {} if self.num_splits is None else {"num_splits": self.num_splits}
-        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()), **fixed)
+        step = partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
+        return step if self.num_splits is None else partial(step, num_splits=self.num_splits)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:

@@ -4,7 +4,7 @@ In: a compiled model, with its attention and its cache's sizes. Out: True or Fal
 construction, so this checks the rest: a user's model or attention, and compilers that reorder additions.
 
 A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token, each
-on a CPU with every number of threads up to torch's, because a team that is in use leaves a single thread (fast/cpu/program.cpp).
+on a CPU with every number of threads up to torch's, because a team that is in use leaves one thread (fast/cpu/program.cpp).
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     runner = ModelRunner(runtime.model, runtime.make_cache(num_blocks, len(sequences)), runtime.begin_step)
     runner = InvariantRunner(runner) if has_single_queries else runner
     decodes = [1] * NUM_DECODES
-    run = partial(hidden_rows, runner, runtime.device)
+    run = partial(hidden_rows, runner)
     results = []
     numbers = range(1, num_threads() + 1) if runtime.device.type == "cpu" else [1]
     for num in numbers:
@@ -83,11 +83,9 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), other.contiguous().view(integers))
 
 
-def hidden_rows(
-    runner: ModelRunner, device: torch.device, sequences: list[Sequence], steps: list[list[int]]
-) -> Float[Tensor, "num_tokens hidden"]:
+def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]]) -> Float[Tensor, "num_tokens hidden"]:
     """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
-    cache = runner.cache
+    cache, device = runner.cache, next(runner.model.parameters()).device
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:
         seq.num_computed_tokens = 0

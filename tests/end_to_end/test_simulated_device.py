@@ -450,13 +450,15 @@ def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
     """Alone, beside others in other chunks, and after a prefix hit, in replayed steps. Products that cannot are refused."""
     plain = partial(accelerate.compile_model, is_invariant=False)
     with simulated(mock.patch.object(batch_independence, "PROMPT_LENGTHS", (3, 6, 1))) as device:
-        settings = SETTINGS | {"kv_cache_memory": 2**20, "dtype": "float16", "batch_invariant": True}
+        settings = SETTINGS | {"kv_cache_memory": 2**20, "batch_invariant": True}
         llm = LLM(path, device="sim", **settings)
         assert llm.batch_independent
         params = [replace(one, logprobs=2) for one in PARAMS]
         device.reset_counts()
-        runs = [llm.generate(prompts, asked, use_tqdm=False) for prompts, asked in ((PROMPTS, params), (PROMPTS[:1], params[:1]))]
-        assert [output.outputs[0].token_ids for output in runs[0]] == expected_tokens(path, dtype="float16")
+        runs = [
+            llm.generate(prompts, asked, use_tqdm=False) for prompts, asked in ((PROMPTS, params), (PROMPTS[:1], params[:1]))
+        ]
+        assert [output.outputs[0].token_ids for output in runs[0]] == expected_tokens(path)
         assert runs[0][0].outputs[0].logprobs == runs[1][0].outputs[0].logprobs
         assert runs[1][0].metrics.num_cached_tokens
         assert device.waits == []

@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledModel:
-    """Compile a model. Without Triton it runs as it is, which is logged. is_invariant: as in compile_for_cuda, of all layers."""
+    """Compile a model. Without Triton it runs as it is, which is logged.
+
+    is_invariant: whether rows have the same bits in any number of rows, in all linear layers (invariant.py).
+    """
     report = CompiledModel(copied(model))
     try:
         compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda

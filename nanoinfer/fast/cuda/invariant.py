@@ -96,10 +96,10 @@ def invariant_linear(
 
 
 def make_linears_invariant(model: nn.Module) -> None:
-    """Let every nn.Linear of a model compute by invariant_linear, wherever the model calls it: in its graphs, or as its head."""
+    """Let every nn.Linear of a model compute by invariant_linear, wherever the model calls it: in its graph, or as its head."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = MethodType(_forward, module)
+            setattr(module, "forward", MethodType(_forward, module))  # noqa: B010  the method of this layer alone
 
 
 def _forward(linear: nn.Linear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:

@@ -151,10 +151,12 @@ class SteadyExecutor(LocalExecutor):
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         start = time.perf_counter()
         with torch.inference_mode(), self._in_step():
+            self._sample_late()
             if plan.rows is self._rows:
                 self.batch.begin_blocks()
             elif plan.rows is self._other_rows or not self._follow(plan, previous):
-                self._rows, self._other_rows = None, plan.rows
+                may_follow = any(seq.params.min_tokens for seq, _ in plan.rows)  # once the answers are long enough
+                self._rows, self._other_rows = None, None if may_follow else plan.rows
                 return super().launch(plan, previous)
             filled = time.perf_counter()
             self._graph.replay()
@@ -350,7 +352,8 @@ class SteadyBatch:
 
 def _reads_more(seq: Sequence) -> bool:
     """Whether more of a sequence's next step is read than its token, or more than its parameters decides it."""
-    return bool(is_stateful_row(seq) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
+    num_output = seq.num_tokens - len(seq.prompt_token_ids)
+    return bool(is_stateful_row(seq, num_output) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
 
 
 def supports_steady_steps(runtime: Runtime, config: EngineConfig) -> bool:

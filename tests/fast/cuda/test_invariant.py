@@ -1,4 +1,4 @@
-"""Linear layers of any number of rows are the definition, and a row has the same bits in each. By Triton's interpreter, or a GPU.
+"""Linear layers of any number of rows are the definition, and a row has the same bits in each. The interpreter is enough.
 
 tests/emulated_gpu compares the bits of the two kernels that a GPU with tensor cores has for few rows and for more.
 """

@@ -237,7 +237,7 @@ FAULTS = {
     "tokens in flight are those of other rows": ("before = [row_before[sequences[row]] for", "before = [row for"),
     "other parameters are not written": ("if len(params) <= len(self._params) and all(map(is_, params, self._params)):",
                                          "if len(params) <= len(self._params):"),
-    "a penalty is ignored": ("return bool(is_stateful_row(seq) or ", "return bool("),
+    "a penalty is ignored": ("return bool(is_stateful_row(seq, num_output) or ", "return bool("),
     "log-probabilities are ignored": ("seq.params.reports or ", ""),
     "a finished row is kept": ("running != self._sequences or ", ""),
     "a row whose last token is in flight goes on": ("if seq.num_tokens >= seq.max_num_tokens:", "if False:"),
