@@ -5,6 +5,7 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
 
@@ -49,7 +50,7 @@ class LocalExecutor:
         owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
-        self._late: ref[LateTokens] | None = None  # the tokens of the last step, if they are chosen later
+        self._late: Callable[[], LateTokens | None] = lambda: None  # the tokens of the last step, if they are chosen later
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs, runtime.routes)
 
@@ -124,9 +125,9 @@ class LocalExecutor:
             tokens: SampledTokens = (plan.sampler or self.sampler)(rows, batch)
             return tokens
 
-        if previous is None:
+        if not previous:
             return sample()
-        if plan.sampler is None and self.sampler.may_be_late and any(map(reads_pending, sequences)):
+        if not plan.sampler and self.sampler.may_be_late and any(map(reads_pending, sequences)):
             late = LateTokens(sample, must_sync=any(seq.params.logits_processors for seq in sequences))
             self._late = ref(late)  # a step that the engine drops is not sampled
             return late
@@ -134,9 +135,9 @@ class LocalExecutor:
 
     def _sample_late(self) -> None:
         """Choose the tokens of the step before, if they were not. Its rows are valid until the next forward pass."""
-        if self._late is not None and (late := self._late()) is not None:
-            late.sampled  # noqa: B018
-        self._late = None
+        if late := self._late():
+            late.sample()
+        self._late = lambda: None
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
         """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""
@@ -164,10 +165,12 @@ def fill_in(
         input_ids[places] = token_ids[sources].clamp(min=0)
 
 
-def pending_of(sequences: list[Sequence], previous: LaunchedStep) -> PendingTokens:
-    """Return the newest tokens of rows that the previous step samples. sequences: the sequence of each row."""
-    row_of = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
+def pending_of(sequences: list[Sequence], previous: LaunchedStep) -> PendingTokens | None:
+    """Return the newest tokens of rows that the previous step samples, if any. sequences: the sequence of each row."""
     rows = [row for row, seq in enumerate(sequences) if seq.num_tokens > len(seq.token_ids)]
+    if not rows:
+        return None
+    row_of = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
     [sources] = integers_on_device([[row_of[sequences[row]] for row in rows]], previous.tokens.token_ids.device)
     return PendingTokens(rows, previous.tokens.token_ids[sources])
 

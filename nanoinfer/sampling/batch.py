@@ -293,7 +293,7 @@ def _entries(
         if state.token_counts is not None:
             entries["token_counts"].append((row, state.token_counts.ids, state.token_counts.output_counts))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
-    if pending is not None and "token_counts" in entries:
+    if pending and "token_counts" in entries:
         counted = {row for row, _, _ in entries["token_counts"]}
         fields["token_counts"] = _with_pending(fields["token_counts"], len(sequences), pending, counted)
     if masks:

@@ -5,7 +5,7 @@ In: HeadRows and a SamplingBatch. Out: SampledTokens, and from these a SamplerOu
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,18 +86,15 @@ class LateTokens:
     """
 
     def __init__(self, sample: Callable[[], SampledTokens], must_sync: bool) -> None:
-        self._sample, self.must_sync = sample, must_sync
-
-    @cached_property
-    def sampled(self) -> SampledTokens:
-        return self._sample()
+        """sample: launches the choice. It is called once. must_sync: as that of SampledTokens."""
+        self.sample, self.must_sync = cache(sample), must_sync
 
     @property
     def token_ids(self) -> Int[Tensor, " batch"]:
-        return self.sampled.token_ids
+        return self.sample().token_ids
 
     def read(self) -> SamplerOutput:
-        return self.sampled.read()
+        return self.sample().read()
 
 
 class Sampler:

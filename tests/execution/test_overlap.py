@@ -1,5 +1,6 @@
 """With async_scheduling a step is launched before the tokens of the step before are read, whatever a request asks for."""
 
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -48,10 +49,11 @@ def run(asked, *, is_async, which=lambda i: True):
 
 def waits(events):
     """How often a step was collected right after its launch."""
-    pairs = zip(events, events[1:], strict=False)
+    pairs = pairwise(events)
     return sum((one, other) == ("launch", "collect") and plan is last for (one, plan), (other, last) in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 def test_the_answers_are_those_without_overlap_and_no_step_waits_for_the_tokens_of_the_one_before(name):
     if "structured_outputs" in ASKED[name]:

@@ -258,6 +258,18 @@ def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_
     assert sum(run_load(seed, module) for seed in range(num_loads)) > 3 * num_loads
 
 
+def test_rows_join_the_steady_batch_once_their_answers_have_min_tokens():
+    rng = SimpleNamespace(randint=lambda first, last: last, choice=lambda given: given[-1], random=lambda: 0.0)
+    engine, kinds = make_engine(rng, "cpu", module_with()), []
+    for num in (3, 5):
+        params = SamplingParams(max_tokens=9, min_tokens=num, ignore_eos=True, detokenize=False, temperature=0.5)
+        engine.submit(engine.inputs.prepare([1, 2], params))
+    while engine.num_unfinished:
+        engine.step()
+        kinds.append(type(engine._in_flight).__name__)
+    assert kinds[:9] == ["LaunchedStep"] * 5 + ["SteadyStep"] * 4
+
+
 def run_on_the_simulated_device(num_loads):
     """With graphs, and with the kernels of the draw, which must launch the same on the same memory at each replay."""
     from tests.helpers import simulated_device
