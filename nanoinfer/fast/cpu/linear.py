@@ -141,7 +141,11 @@ def packs_faster(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     num_rows, num_in, num_out = 96, 3072, 192  # rows that lie a multiple of 4,096 bytes apart, and half of a second cache
     weight = torch.zeros(2 * num_in * num_out, dtype=dtype)
     start = weight.data_ptr() + -weight.data_ptr() % 64
-    arrays = torch.empty(num_rows, num_out, dtype=dtype), torch.zeros(num_rows, num_in, dtype=dtype), torch.empty(num_rows, num_in)
+    arrays = (
+        torch.empty(num_rows, num_out, dtype=dtype),
+        torch.zeros(num_rows, num_in, dtype=dtype),
+        torch.empty(num_rows, num_in),
+    )
     seconds = {False: inf, True: inf}
     for is_packed in (False, True) * 5:
         arguments = LinearCall(

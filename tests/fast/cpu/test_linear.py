@@ -36,7 +36,9 @@ def packing_kernel_of(monkeypatch, fused, others=()):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (34, 1), (2, 131), (770, 49)])
-def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_of_threads(num_in, num_out, dtype, kind, monkeypatch):
+def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_of_threads(
+    num_in, num_out, dtype, kind, monkeypatch
+):
     torch.manual_seed(0)
     activation, others = KINDS[kind]
     layer = nn.Linear(num_in, num_out).to(dtype)
