@@ -1,6 +1,6 @@
-"""Measure `nanoinfer serve` under some clients, interleaved with OpenVINO's pipeline behind a small server and with `LLM.generate`.
+"""Measure `nanoinfer serve` under some clients, interleaved with OpenVINO's pipeline behind a small server and LLM.generate.
 
-In: a checkpoint with or without a tokenizer, numbers of clients, OpenVINO's Python. Out: output tokens per second, and their ratios.
+In: a checkpoint with or without a tokenizer, numbers of clients, OpenVINO's Python. Out: output tokens per second, and ratios.
 All requests have 64 tokens in and 64 out, greedy. `LLM.generate` runs as many requests at a time as there are clients.
 """
 
@@ -39,9 +39,7 @@ ROUNDS = 4  # requests of each client in a run
 
 def main(
     model: Annotated[str, typer.Argument(help="A folder, or the name of a bundled model.")],
-    openvino: Annotated[
-        str | None, typer.Option(help="The Python that has openvino-genai. Without it ours runs alone.")
-    ] = None,
+    openvino: Annotated[str | None, typer.Option(help="The Python that has openvino-genai. Without it ours is alone.")] = None,
     clients: Annotated[str, typer.Option(help="Numbers of clients, with commas between them.")] = "8,32",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Measured runs.")] = 5,

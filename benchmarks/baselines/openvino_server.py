@@ -1,8 +1,8 @@
-"""The smallest server that streams answers of OpenVINO GenAI, for benchmarks/serving.py: `python openvino_server.py PORT SETUP`.
+"""The smallest server that streams answers of OpenVINO GenAI, for serving.py: `python openvino_server.py PORT SETUP`.
 
-A thread adds the requests that have arrived and makes a step of the ContinuousBatchingPipeline. All tokens of a step reach the event
-loop in one call, as ours do. A token's text is that of its id alone, so nothing is held back and no stop string is looked for. SETUP
-is the JSON of worker.Setup. The prompt of a request is a list of token ids.
+A thread adds the requests that have arrived and makes a step of the ContinuousBatchingPipeline. All tokens of a step reach the
+event loop in one call, as ours do. A token's text is that of its id alone, so nothing is held back and no stop string is looked
+for. SETUP is the JSON of worker.Setup. The prompt of a request is a list of token ids.
 """
 
 import asyncio

@@ -30,15 +30,8 @@ FAULTS = [
     Fault("features/distributed/exchange.cpp", "(buffer, source, num_bytes)", "(buffer, source, num_bytes + 1)", "exchange"),
     Fault("fast/sampling/kernels.cpp", "(LANES, stop - i)", "(LANES, stop - i + 1)", "sampling"),
     Fault("fast/sampling/kernels.cpp", "i < num; i++) {", "i <= num; i++) {", "sampling"),
-    Fault(
-        "fast/cpu/dense_linear.cpp", "first, VECTORS, num_terms, ahead", "first, VECTORS, num_terms + 1, ahead", "dense_linear"
-    ),
-    Fault(
-        "fast/cpu/dense_linear.cpp",
-        "weight, VECTORS, num_terms, ahead",
-        "weight, VECTORS, num_terms + 1, ahead",
-        "dense_linear",
-    ),
+    Fault("fast/cpu/dense_linear.cpp", "first, VECTORS, num_terms,", "first, VECTORS, num_terms + 1,", "dense_linear"),
+    Fault("fast/cpu/dense_linear.cpp", "weight, VECTORS, num_terms,", "weight, VECTORS, num_terms + 1,", "dense_linear"),
     Fault("fast/cpu/tile_linear.cpp", "step < num_steps; step++) {", "step <= num_steps; step++) {", "tile_linear"),
     Fault("fast/cpu/tiles.h", "rows[tile] = num_rows;", "rows[tile] = num_rows + 1;", "tile_linear"),
     Fault("fast/cpu/quantized_linear.cpp", "i < group_size; i += LANES", "i <= group_size; i += LANES", "quantized_linear"),

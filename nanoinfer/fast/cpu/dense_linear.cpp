@@ -2,10 +2,11 @@
 // the weight: [num_out / TILE, num_in / PER_TERM, TILE, PER_TERM].
 //
 // At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
-// rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
+// rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers. Some
+// processors do many rows in less time if x is packed and the weights are taken in blocks (linear.py tries it).
 //
 // bfloat16 numbers are multiplied in pairs where the processor can (AVX512-BF16). Otherwise numbers of 16 bits are
-// widened to float, the weights in registers and x once for all outputs.
+// widened to float, x once for all outputs, and the weights in registers, or with packed rows a block at a time.
 //
 // Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
 
@@ -26,8 +27,8 @@ typedef std::conditional_t<PER_TERM == 1, Number, Term> StoredTerm;
 constexpr int TILE = VECTORS * LANES;  // outputs
 constexpr int TASK_ROWS = 12 * ROWS;   // the maximum number of rows that a thread computes at a time
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
-constexpr int BLOCK = 192;        // terms
-constexpr int BLOCK_AHEAD = 48;   // vectors that are fetched from the second cache ahead of their use
+constexpr int BLOCK = 192;            // terms
+constexpr int BLOCK_AHEAD = 48;       // vectors of a block that are fetched ahead, from the second cache
 constexpr bool WIDENS = sizeof(StoredTerms) != sizeof(Terms);
 
 // The rows of x as terms, as the products read them.

@@ -136,7 +136,7 @@ class PackedLinear:
 def packs_faster(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether dense_linear.cpp takes less time for many rows if it packs them, which gives the same bits.
 
-    It is tried once, because processors differ. The times of both forms are a thread's own, and the least of some runs in turns.
+    It is tried once, because processors differ. The times of both forms are a thread's own, the least of some runs in turns.
     """
     num_rows, num_in, num_out = 96, 3072, 192  # rows that lie a multiple of 4,096 bytes apart, and half of a second cache
     weight = torch.zeros(2 * num_in * num_out, dtype=dtype)
