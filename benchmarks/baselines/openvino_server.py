@@ -9,23 +9,25 @@ import asyncio
 import json
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino
 import openvino_genai as genai
-from openvino_engine import Engine
 from tokenizers import Tokenizer
-from worker import Setup, end_with_parent
+
+if TYPE_CHECKING:
+    from benchmarks.baselines.worker import Setup
 
 Request = tuple[dict[str, Any], "asyncio.Queue[list[int] | None]"]
 
 
 class Server:
-    def __init__(self, setup: Setup) -> None:
-        self._pipeline = Engine(setup)._pipeline
+    def __init__(self, setup: "Setup") -> None:
+        self._pipeline = import_module("openvino_engine").Engine(setup)._pipeline
         self._text = Tokenizer.from_file(str(Path(setup.model, "tokenizer.json")))
         self._arrived: SimpleQueue[Request] = SimpleQueue()
 
@@ -98,5 +100,6 @@ def _send(writer: asyncio.StreamWriter, chunk: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    asyncio.run(Server(Setup(**json.loads(sys.argv[2]))).run(int(sys.argv[1])))
+    worker = import_module("worker")  # of this folder, as in worker.py itself
+    worker.end_with_parent()
+    asyncio.run(Server(worker.Setup(**json.loads(sys.argv[2]))).run(int(sys.argv[1])))
