@@ -102,10 +102,13 @@ class Checkpoints:
     """Tiny checkpoints with a tokenizer and two adapters for each model, each written when it is first asked for.
 
     changes: for a name of MODELS, what its config has in other sizes. first: of a prompt, the tokens before it are left out.
+    num_tokens: of an answer.
     """
 
-    def __init__(self, folder: Path, changes: dict[str, dict] | None = None, first: int = 0) -> None:
-        self.folder, self.changes, self.first = folder, changes or {}, first
+    def __init__(
+        self, folder: Path, changes: dict[str, dict] | None = None, first: int = 0, num_tokens: int = NUM_TOKENS
+    ) -> None:
+        self.folder, self.changes, self.first, self.num_tokens = folder, changes or {}, first, num_tokens
         self.tokenizer = AutoTokenizer.from_pretrained(tool_cases.BUNDLED)
         self.tokenizer.add_tokens([mark for mark in MARKS if mark not in self.tokenizer.get_vocab()], special_tokens=True)
         vocab = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
@@ -174,7 +177,7 @@ def ask(
     others: Parameters of the requests in place of those that a run's features give.
     """
     requests: dict = {}  # arguments of generate(), chat() or beam_search()
-    params: dict = {"max_tokens": 3 if run["search"] or run["calls"] else NUM_TOKENS}
+    params: dict = {"max_tokens": 3 if run["search"] or run["calls"] else checkpoints.num_tokens}
     if run["policy"]:
         requests["priority"] = list(PRIORITIES[: len(questions)])
     if run["adapters"]:
