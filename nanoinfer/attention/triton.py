@@ -393,8 +393,9 @@ def rotate_and_store(q: Queries, rotation: Rotation | None, *stored: Tensor) -> 
     *tensors, zero_centred = rotation or (*(None,) * 7, False)
     num_rotated = head_dim if rotation is None else rotation.cos.shape[-1]
     _store_kernel[(num_tokens,)](
-        q, k, v, out, *pages_and_slots, *tensors, q.stride(0), *strides, num_heads, heads, num_kv_heads, kv_heads, head_dim, dim,
-        num_rotated, zero_centred, num_warps=min(max(heads * dim // 1024, 4), 16),
+        q, k, v, out, *pages_and_slots, *tensors, q.stride(0), *strides,
+        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, num_rotated, zero_centred,
+        num_warps=min(max(heads * dim // 1024, 4), 16),
     )  # fmt: skip
     return out
 

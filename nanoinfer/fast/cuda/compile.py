@@ -42,7 +42,7 @@ class KernelRMSNorm(nn.Module):
     ) -> Float[Tensor, "*rows size"]:
         is_alike = x.dtype is self.norm.weight.dtype
         if residual is not None and not (is_alike and residual.dtype is x.dtype and residual.shape == x.shape):
-            return residual + self(x)
+            return residual + self.forward(x)
         return rms_norm(x, norm_of(self.norm), residual) if is_alike else self.norm(x)
 
 
@@ -105,8 +105,8 @@ class RotatedAttention(nn.Module):
             step = attend.steps[group]
         is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
-            (*norm, zero_centred), (*k_norm, _) = self.rotation.norm, self.k_rotation.norm
-            rotation = Rotation(cos, sin, *norm, *k_norm, self.factor, zero_centred)
+            (weight, eps, is_zero_centred), (k_weight, k_eps, is_k) = self.rotation.norm, self.k_rotation.norm
+            rotation = Rotation(cos, sin, weight, eps, k_weight, k_eps, self.factor, is_zero_centred or is_k)
             cache, metadata = step.args
             if decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
@@ -237,12 +237,14 @@ def _move_norms_into_products(trace: Trace) -> None:
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
     """Move rotations of q and k that only the attention reads into it, and a factor of the rotated q."""
     factor, scaled = None, q
-    if isinstance(q, fx.Node) and q.target in MULTIPLY and len(q.users) == 1 and isinstance(q.args[-1], float):
-        q, factor = q.args
-    rotations: list[Any] = [trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in (q, k)]
-    are_alike = all(isinstance(module, KernelRotation) for module in rotations) and rotations[0].is_like(rotations[1])
+    if isinstance(q, fx.Node) and q.target in MULTIPLY and len(q.users) == 1 and isinstance(q.args[1], float):
+        q, factor = q.args[0], q.args[1]
+    modules = [trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in (q, k)]
+    rotations = [module for module in modules if isinstance(module, KernelRotation)]
+    are_alike = len(rotations) == 2 and rotations[0].is_like(rotations[1])
     if are_alike and len({q, k, v}) == 3 and q.args[1:] == k.args[1:]:
-        node.op, node.target = "call_module", trace.name("attention", RotatedAttention(*rotations, factor))
+        attention = RotatedAttention(rotations[0], rotations[1], factor)
+        node.op, node.target = "call_module", trace.name("attention", attention)
         node.args = attend, layer, q.args[0], k.args[0], v, *q.args[1:]
         for rotated in dict.fromkeys((scaled, q, k)):
             trace.graph.erase_node(rotated)

@@ -150,8 +150,8 @@ def _with_new_keys(
         if tl.sum(tl.where((others == other) & is_seen, 1, 0), 0) > 0:
             one = tl.arange(0, 1)[:, None]
             key = _rotated(
-                k + other * k_stride + kv_head * HEAD_DIM, other, cos, sin, k_weight, k_eps, None, one, dims, 1, HEAD_DIM, ROTATED,
-                ZERO_CENTRED,
+                k + other * k_stride + kv_head * HEAD_DIM, other, cos, sin, k_weight, k_eps, None, one, dims, 1, HEAD_DIM,
+                ROTATED, ZERO_CENTRED,
             )  # fmt: skip
             value = tl.load(v + other * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
             num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # as kv_cache.finite_values

@@ -80,7 +80,7 @@ def _angles_kernel(positions, inv_freq, cos, sin, factor, HALF: tl.constexpr, HA
 def rms_norm(
     x: Float[Tensor, "*rows size"], norm: Norm, residual: Float[Tensor, "*rows size"] | None = None
 ) -> Float[Tensor, "*rows size"]:
-    """Compute layers.RMSNorm or ZeroCentredRMSNorm in one kernel, and the sum with a residual of the same dtype, rounded once."""
+    """Compute layers.RMSNorm or ZeroCentredRMSNorm in one kernel, with the sum with a residual of the same dtype and shape."""
     size = x.shape[-1]
     x, weight = x.contiguous(), norm.weight.contiguous()
     residual = None if residual is None else residual.contiguous()
