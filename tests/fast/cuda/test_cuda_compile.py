@@ -68,7 +68,7 @@ def kernels_of(model):
         ("qwen2_moe", "float32"),
         ("gpt_oss_window", HALF),
         ("gemma3_window", HALF),
-    ],  # fmt: skip
+    ],
 )
 def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)
