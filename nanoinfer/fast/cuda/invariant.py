@@ -35,7 +35,8 @@ PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_TILE = 16, 32, 16  # without, for any number of
 @triton.jit(do_not_specialize=["num_rows"])
 def _invariant_linear_kernel(
     x, weight, bias, residual, out, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, PART: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS columns of ROWS rows. The parts of PART inputs are those of _linear_kernel, and so is their order."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
