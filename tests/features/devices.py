@@ -57,7 +57,7 @@ def checkpoints_in(folder: Path) -> Checkpoints:
 
 
 def tokens(llm: LLM, **params: Any) -> list[list[int]]:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "ignore_eos": True} | params)
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True, "detokenize": False} | params)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, sampling, use_tqdm=False)]
 
 
@@ -91,7 +91,7 @@ def after_sleep(llm: LLM) -> list[list[int]]:
 MORE: dict[str, tuple[dict[str, Any], Callable[[LLM], Any]]] = {
     "int8 cache": ({"kv_cache_dtype": "int8"}, tokens),
     "integers of GPTQ": ({"dtype": "bfloat16"}, tokens),
-    "temperature, top_k, top_p and min_p": (
+    "sampling": (
         {}, partial(tokens, temperature=0.5, top_k=20, top_p=0.9, min_p=0.01, seed=engines.SEED)
     ),
     "penalties and bias": ({}, partial(tokens, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: 2.0})),
