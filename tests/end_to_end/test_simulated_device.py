@@ -407,7 +407,7 @@ def the_cache_is_as_large_as_the_devices_memory_allows(path):
         with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
             LLM(path, device="sim", kv_cache_memory=2**50, **SETTINGS)
         device.total_bytes = device.allocated + 1000
-        with pytest.raises(OutOfMemoryError, match=r"the weights take .* GB, and 1e-06 GB are free on sim; use a"):
+        with pytest.raises(OutOfMemoryError, match=r"the weights take .* GB in float32, and 0\.0 GB are free on sim; use q"):
             LLM(path, device="sim", **SETTINGS)
 
 

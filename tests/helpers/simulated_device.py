@@ -484,6 +484,7 @@ MODULE = SimpleNamespace(
     manual_seed_all=lambda seed: None,
     device_count=lambda: 1,
     set_device=lambda of: None,
+    get_device_capability=lambda of=None: (9, 0),
     device=lambda of: ExitStack(),
     synchronize=lambda of=None: device.wait("synchronize"),
     empty_cache=lambda: None,

@@ -19,6 +19,7 @@ from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
 from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
+from nanoinfer.fast.cuda.quantized import IntegerLayers, IntegerLinear
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.features.hybrid.groups import GroupedAttend
@@ -97,13 +98,17 @@ class RotatedAttention(nn.Module):
 class FewRowsLinear(nn.Module):
     """Computes a linear layer. gated: silu(gate(x)) * up(x), where the layer holds both. norm: of x, before the product."""
 
-    def __init__(self, linear: nn.Linear, *, gated: bool = False) -> None:
+    def __init__(self, linear: nn.Linear | IntegerLinear, *, gated: bool = False) -> None:
         super().__init__()
         self.linear, self.gated = linear, gated
         self.norm: KernelRMSNorm | None = None
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         linear, norm = self.linear, None if self.norm is None else (self.norm.norm.weight, self.norm.norm.eps)
+        if isinstance(linear, IntegerLinear):
+            if self.norm is not None and norm is not None and not linear.takes_norm(x, norm[0]):
+                x, norm = self.norm(x), None
+            return cast(Tensor, linear(x, norm=norm, gated=self.gated))
         if decode_kernels.supports(x, linear, norm):
             return decode_linear(x, linear.weight, linear.bias, norm=norm, gated=self.gated)
         x = x if self.norm is None else self.norm(x)
@@ -115,7 +120,7 @@ class FewRowsLinear(nn.Module):
 class AddedLinear(nn.Module):
     """Computes residual + linear(x) without a bias: addmm adds the product to the residual, in place if in_place."""
 
-    def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
+    def __init__(self, linear: nn.Linear | IntegerLinear, *, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
 
@@ -123,6 +128,8 @@ class AddedLinear(nn.Module):
         linear, in_place = self.linear, self.in_place
         if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
             return residual + cast(Tensor, linear(x))
+        if isinstance(linear, IntegerLinear):
+            return cast(Tensor, linear(x, residual.contiguous(), in_place=in_place))
         if residual.is_contiguous():
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
@@ -134,14 +141,37 @@ class AddedLinear(nn.Module):
         return add(residual, x, linear.weight.t())
 
 
-# A linear layer -> the layers with which it was merged, and the layer that computes them.
-Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
+class Merges:
+    """Makes the linear layers of a model in 16 bits: larger ones in place of several with the same input."""
+
+    def __init__(self) -> None:
+        # A linear layer -> the layers with which it was merged, and the layer that computes them.
+        self._made: dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]] = {}
+
+    def merged(self, fused: FusedLinear, trace: Trace) -> nn.Linear | None:
+        """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
+
+        None: there is one layer, or a layer has to keep its own weight, because it is in another merge, or because the model
+        reads the weight itself.
+        """
+        linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
+        if len(linears) == 1:
+            return None
+        is_new = len(set(linears)) == len(linears) and not any(linear in self._made for linear in linears)
+        if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
+            self._made |= dict.fromkeys(linears, (linears, fused.merged()))
+        together, merged = self._made.get(linears[0], ((), None))
+        return merged if together == linears else None
+
+    def added(self, fused: FusedLinear) -> nn.Linear:
+        """Return the layer that computes the only layer of `fused`."""
+        return fused.linears[0]
 
 
-def compile_for_cuda(trace: Trace, merges: Merges) -> int:
+def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers) -> int:
     """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
 
-    merges: what the model's traces have merged so far, to which this trace adds.
+    layers: makes the linear layers of all traces of a model.
     """
     fuse(trace)
     num_faster = 0
@@ -155,7 +185,7 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
         elif isinstance(module, RotaryEmbedding) and type(module).forward is RotaryEmbedding.forward and not has_hooks(module):
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
-            faster = _faster_linear(trace, node, module, merges)
+            faster = _faster_linear(trace, node, module, layers)
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
@@ -190,33 +220,20 @@ def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q
         trace.graph.erase_node(k)
 
 
-def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:
+def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, layers: Merges | IntegerLayers) -> nn.Module | None:
     """Return the module that computes a linear layer with others, or with the addition after it. None: it stays as it is."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
-        gate_up = _merged(trace, FusedLinear(*gate.linears, *module.linears), merges)
+        gate_up = layers.merged(FusedLinear(*gate.linears, *module.linears), trace)
         if gate_up is not None:
             node.kwargs = {}
             trace.graph.erase_node(factor)
             return FewRowsLinear(gate_up, gated=True)
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
-        return AddedLinear(module.linears[0], in_place=_is_last_use(trace, residual, node))
-    merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
+        return AddedLinear(layers.added(module), in_place=_is_last_use(trace, residual, node))
+    merged = None if node.kwargs or module.activation else layers.merged(module, trace)
     return None if merged is None else FewRowsLinear(merged)
-
-
-def _merged(trace: Trace, fused: FusedLinear, merges: Merges) -> nn.Linear | None:
-    """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
-
-    None: a layer has to keep its own weight, because it is in another merge, or because the model reads the weight itself.
-    """
-    linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
-    is_new = len(set(linears)) == len(linears) and not any(linear in merges for linear in linears)
-    if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
-        merges |= dict.fromkeys(linears, (linears, fused.merged()))
-    together, merged = merges.get(linears[0], ((), None))
-    return merged if together == linears else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
