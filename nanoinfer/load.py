@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.build import make_engine
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import DTYPES, EngineConfig, dtype_of_rounded
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, UnsupportedError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint
@@ -175,10 +175,16 @@ class Placing:
 
 
 def _dtype_of_rounded(config: EngineConfig) -> str:
-    """Return the dtype in which a model with rounded weights computes. Raises: UnsupportedError for what a GPU cannot do."""
+    """Return the dtype in which a model with rounded weights computes.
+
+    Raises: InvalidValueError for float16 on a CPU, UnsupportedError for what a GPU cannot do.
+    """
     from nanoinfer.loading.devices import gpu_has_bf16, resolve_device
 
-    if (device := resolve_device(config.device)).type == "cpu":
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    if device.type == "cpu":
+        if dtype == "float16":
+            raise dtype_of_rounded(config)
         return "bfloat16"
     for name, default in (("enable_lora", False), ("tensor_parallel_size", 1)):
         if (value := getattr(config, name)) != default:
@@ -186,4 +192,4 @@ def _dtype_of_rounded(config: EngineConfig) -> str:
                 f"quantization={config.quantization!r} with {name}={value} runs on a CPU only, got device {str(device)!r}; "
                 "leave one of the two out"
             )
-    return "bfloat16" if gpu_has_bf16(device) else "float16"
+    return dtype if dtype != "auto" else "bfloat16" if gpu_has_bf16(device) else "float16"
