@@ -87,9 +87,10 @@ def _integer_linear_kernel(
                 if GATED:
                     up_sums += _group_sums(up_packed, up_zero, a, part, BITS)
             is_row = (rows == row)[:, None]
-            total += tl.where(is_row, tl.sum(scale * sums, 1)[None, :], 0.0)
+            # + 0.0 rounds a product before threads exchange it. Fused with a sum, it would differ between two threads.
+            total += tl.where(is_row, tl.sum(scale * sums + 0.0, 1)[None, :], 0.0)
             if GATED:
-                up += tl.where(is_row, tl.sum(up_scale * up_sums, 1)[None, :], 0.0)
+                up += tl.where(is_row, tl.sum(up_scale * up_sums + 0.0, 1)[None, :], 0.0)
     _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
 
 
