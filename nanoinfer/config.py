@@ -285,7 +285,7 @@ class EngineArgs:
         "Bytes for each rank's KV cache. None is, on a GPU, what gpu_memory_utilization leaves beside the weights, and on a "
         "CPU half of the free memory, at most 4 GiB. Never more than max_num_seqs sequences can use.")] = None
     kv_cache_dtype: Annotated[str, Allowed("'auto' or 'int8'"), Doc(
-        '"auto" is the dtype of the model, and "int8" keeps keys and values in 8 bits, on a CPU. A scale per token and head is '
+        '"auto" is the dtype of the model, and "int8" keeps keys and values in 8 bits. A scale per token and head is '
         "kept with them: twice as many tokens in the same memory as with bfloat16, and half of it to read for each new token."
     )] = CacheConfig.kv_cache_dtype
     gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1),

@@ -68,9 +68,9 @@ class AttentionBackend(Protocol):
     It must store k and v by KVCache.write, or as kv_cache.finite_values returns them, and mask a score by setting it to -inf,
     so that a token that is not finite reaches no query of another sequence.
 
-    A backend that reads the cache only by `gather` and `gather_blocks` has `supports_int8_cache = True`, and those of NEEDS
-    say what its Attend takes. A backend with `supports_prompt_graph = True` reads only shapes on the host for prompt chunks
-    too, of which some may have no tokens.
+    A backend that reads the cache only by `gather` and `gather_blocks`, or with its `scales`, has `supports_int8_cache = True`.
+    Those of NEEDS say what its Attend takes. A backend with `supports_prompt_graph = True` reads only shapes on the host for
+    prompt chunks too, of which some may have no tokens.
     """
 
     layout: Layout

@@ -43,13 +43,8 @@ class KVCache:
         self.layout: Layout = layout
         axes = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
         shape, device = (num_blocks, *axes, head_dim), torch.device(device)
-        # All keys and values. On a GPU they are one tensor, so that one kernel copies blocks.
-        self._pool = (
-            [zeros(shape, dtype, device) for _ in range(2 * num_layers)]
-            if device.type == "cpu"
-            else zeros((2 * num_layers, *shape), dtype, device)
-        )
-        self.pages = [*self._pool]  # of each layer in turn: its keys, and its values
+        self._pools = [pool_of(2 * num_layers, shape, dtype, device)]
+        self.pages = [*self._pools[0]]  # of each layer in turn: its keys, and its values
         self._layers = list(zip(self.pages[::2], self.pages[1::2], strict=True))
 
     def tensors(self) -> list[Tensor]:
@@ -59,6 +54,10 @@ class KVCache:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, each in the cache's layout."""
         return self._layers[layer]
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the factors of one layer's keys and values, if these are integers (features/int8_cache/)."""
+        return None, None
 
     def write(self, layer: int, slot_mapping: Int[Tensor, " num_tokens"], k: Keys, v: Keys) -> None:
         """Store each token's k and v, as finite_values returns them, in its slot."""
@@ -83,15 +82,16 @@ class KVCache:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks in every layer. Of all (from, to) pairs, every block is read before one is written."""
-        device = self._pool[0].device
+        device = self.pages[0].device
         sources, targets = integers_on_device([list(column) for column in zip(*copies, strict=True)], device)
-        if isinstance(self._pool, Tensor) and find_spec("triton"):
-            from nanoinfer.attention.triton import copy_blocks
+        for pool in self._pools:
+            if isinstance(pool, Tensor) and find_spec("triton"):
+                from nanoinfer.attention.triton import copy_blocks
 
-            copy_blocks(self._pool, sources, targets)
-        else:
-            for pages in self._pool:
-                pages[targets] = pages[sources]
+                copy_blocks(pool, sources, targets)
+            else:
+                for pages in pool:
+                    pages[targets] = pages[sources]
 
 
 def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
@@ -105,6 +105,13 @@ def finite_values(k: Keys, v: Keys) -> tuple[Keys, Keys]:
         return k, v
     is_finite = v.isfinite().all(-1, keepdim=True)  # [num_tokens, num_kv_heads, 1]
     return k.where(is_finite, float("nan")), v.where(is_finite, 0.0)
+
+
+def pool_of(num: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor] | Tensor:
+    """Return so many tensors of zeros. On a GPU they are one tensor, so that one kernel copies blocks."""
+    if device.type == "cpu":
+        return [zeros(shape, dtype, device) for _ in range(num)]
+    return zeros((num, *shape), dtype, device)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

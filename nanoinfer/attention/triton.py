@@ -20,6 +20,9 @@ With a window, both begin at the first key of the window. A sink is an extra key
 
 Decode splits the keys, because a few long sequences with a query each would leave most of the GPU idle. reference.py
 is the plain version of both, and `_with_tile` below has the formula. In a compiled model the store also rotates q and k.
+
+In a cache of 8 bits (features/int8_cache) the store rounds each head to integers with a scale. The products are of integers: a
+key's scale multiplies its scores, and a value's scale its weights.
 """
 
 import os
@@ -50,6 +53,9 @@ _COPIED_NUMBERS = 4096  # of a program. They are in registers
 # over the heads of q and of k before their rotation. All are contiguous, in the dtype of q and k.
 Rotation = tuple[Tensor, Tensor, Tensor | None, float, Tensor | None, float]
 
+# The keys and values of a layer, and the scales of both (None: the pages hold the numbers), as KVCache's layer and scales.
+Pages = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 @triton.jit
 def _rotated(x, token, cos, sin, weight, eps, heads, dims, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
@@ -75,10 +81,41 @@ def _rotated(x, token, cos, sin, weight, eps, heads, dims, HEADS: tl.constexpr, 
 
 
 @triton.jit
+def _to_integers(heads):
+    """Round each head as int8_cache's quantized_heads. Returns the integers as fp32, and the scales, [heads].
+
+    A head that is not finite has the scale NaN.
+    """
+    num_bad = tl.sum(tl.where(tl.abs(heads) < float("inf"), 0, 1), 1)  # NaN compares as false
+    heads = tl.where((num_bad == 0)[:, None], heads, 0.0)
+    largest = tl.max(tl.abs(heads), 1)
+    factors = tl.div_rn(127.0, tl.where(largest > 0, largest, 1.0))
+    # The sum with 1.5 * 2^23 has no fraction: it is rounded to the nearest integer, to the even one of two. The clamp keeps the
+    # compiler from making one instruction of product and sum, which would round once.
+    numbers = tl.minimum(tl.maximum(heads * factors[:, None], -127.0), 127.0)
+    return (numbers + 12582912.0) - 12582912.0, tl.where(num_bad == 0, tl.div_rn(largest, 127.0), float("nan"))
+
+
+@triton.jit
+def _store_heads(
+    pages, scales, x, slot, heads, columns, inside,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store a token's heads, [heads, dims], in its slot. columns, inside: where they are among all heads, and which exist."""
+    if scales is not None:
+        x, scale = _to_integers(x)
+        place = (slot // BLOCK_SIZE * KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+        tl.store(scales + place, scale[:, None], mask=heads < KV_HEADS)
+    where = slot * KV_HEADS * HEAD_DIM + columns
+    tl.store(pages + where, x, mask=inside)
+
+
+@triton.jit
 def _store_kernel(
-    q, k, v, out, k_pages, v_pages, slots, cos, sin, weight, eps, k_weight, k_eps, q_stride, k_stride, v_stride,
+    q, k, v, out, k_pages, v_pages, slots, k_scales, v_scales, cos, sin, weight, eps, k_weight, k_eps,
+    q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Copy one token's keys and values per program, as kv_cache.finite_values returns them. With angles, rotate q and k."""
     token = tl.program_id(0).to(tl.int64)
@@ -96,9 +133,11 @@ def _store_kernel(
         value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
         num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # NaN compares as false
         is_finite = (num_bad == 0)[:, None]
-        where = tl.load(slots + token) * KV_HEADS * HEAD_DIM + columns
-        tl.store(k_pages + where, tl.where(is_finite, key, float("nan")), mask=inside)
-        tl.store(v_pages + where, tl.where(is_finite, value, 0.0), mask=inside)
+        slot = tl.load(slots + token)
+        key = tl.where(is_finite, key, float("nan"))
+        _store_heads(k_pages, k_scales, key, slot, heads, columns, inside, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        value = tl.where(is_finite, value, 0.0)
+        _store_heads(v_pages, v_scales, value, slot, heads, columns, inside, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_copies"])
@@ -119,10 +158,10 @@ def _copy_kernel(
 
 @triton.jit
 def _load_tile(
-    k_pages, v_pages, block_table, kv_head, keys, last_key, dims,
+    k_pages, v_pages, k_scales, v_scales, block_table, kv_head, keys, last_key, dims,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Return k and v of a tile of keys, [keys, dims], 0 from last_key on."""
+    """Return k and v of a tile of keys, [keys, dims], and their scales, [keys] (None: there are none). 0 from last_key on."""
     inside = keys < last_key
     blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=inside, other=0)
     slots = blocks * BLOCK_SIZE + keys % BLOCK_SIZE
@@ -130,13 +169,20 @@ def _load_tile(
     there = inside[:, None] & (dims[None, :] < HEAD_DIM)
     k = tl.load(k_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
     v = tl.load(v_pages + offsets[:, None] + dims[None, :], mask=there, other=0.0)
-    return k, v
+    if k_scales is None:
+        return k, v, None, None
+    else:
+        places = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        k_scale = tl.load(k_scales + places, mask=inside, other=0.0)
+        return k, v, k_scale, tl.load(v_scales + places, mask=inside, other=0.0)
 
 
 @triton.jit
-def _with_tile(q, k, v, m, l, o, keys, last_key, positions, scale, WINDOW: tl.constexpr):
+def _with_tile(q, k, v, k_scale, v_scale, m, l, o, keys, last_key, positions, scale, WINDOW: tl.constexpr):
     """Return the running softmax (m, l, o) of q's rows after a tile of keys, up to each row's position."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [rows, keys], "ieee": fp32 without tf32
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale  # [rows, keys], "ieee": fp32 without tf32
+    if k_scale is not None:
+        scores *= k_scale[None, :]
     visible = (keys < last_key)[None, :] & (keys[None, :] <= positions[:, None])
     if WINDOW:
         visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
@@ -145,13 +191,18 @@ def _with_tile(q, k, v, m, l, o, keys, last_key, positions, scale, WINDOW: tl.co
     shrink = tl.exp(m - largest)
     weights = tl.exp(scores - largest[:, None])
     l = l * shrink + tl.sum(weights, 1)
-    o = o * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    v = v.to(q.dtype)
+    if v_scale is not None:
+        if q.dtype == tl.float16:  # which has few numbers below 2^-14, so the scale must not make weights smaller
+            v, v_scale = v * 0.015625, v_scale * 64
+        weights *= v_scale[None, :]
+    o = o * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
     return largest, l, o
 
 
 @triton.jit
 def _over_tiles(
-    q, m, l, o, k_pages, v_pages, block_table, positions, kv_head, first_key, last_key, scale,
+    q, m, l, o, k_pages, v_pages, k_scales, v_scales, block_table, positions, kv_head, first_key, last_key, scale,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Continue the running softmax of q's rows over keys first_key .. last_key - 1, TILE at a time, up to each row's position.
@@ -162,8 +213,10 @@ def _over_tiles(
     dims = tl.arange(0, q.shape[1])
     for first in range(first_key, last_key, TILE):
         keys = first + tl.arange(0, TILE)
-        k, v = _load_tile(k_pages, v_pages, block_table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        m, l, o = _with_tile(q, k, v, m, l, o, keys, last_key, positions, scale, WINDOW)
+        k, v, k_scale, v_scale = _load_tile(
+            k_pages, v_pages, k_scales, v_scales, block_table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
+        )  # fmt: skip
+        m, l, o = _with_tile(q, k, v, k_scale, v_scale, m, l, o, keys, last_key, positions, scale, WINDOW)
     return m, l, o
 
 
@@ -176,7 +229,8 @@ def _no_keys(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_seq", "table_stride"])  # they change often, and must not recompile
 def _prefill_kernel(
-    q, k_pages, v_pages, out, query_start_loc, seq_lens, block_tables, sinks, q_stride, table_stride, first_seq, scale,
+    q, k_pages, v_pages, k_scales, v_scales, out, query_start_loc, seq_lens, block_tables, sinks,
+    q_stride, table_stride, first_seq, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -200,8 +254,8 @@ def _prefill_kernel(
             first_key = tl.maximum(seq_len - num_queries + first - WINDOW + 1, 0)
         m, l, o = _no_keys(ROWS, DIM)
         m, l, o = _over_tiles(
-            tile, m, l, o, k_pages, v_pages, block_tables + seq * table_stride, positions, head // (NUM_HEADS // NUM_KV_HEADS),
-            first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
+            tile, m, l, o, k_pages, v_pages, k_scales, v_scales, block_tables + seq * table_stride, positions,
+            head // (NUM_HEADS // NUM_KV_HEADS), first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
         )  # fmt: skip
         if sinks is not None:
             sink = tl.load(sinks + head)
@@ -214,7 +268,8 @@ def _prefill_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    q, k_pages, v_pages, partial_m, partial_l, partial_o, seq_lens, block_tables, q_stride, table_stride, scale,
+    q, k_pages, v_pages, k_scales, v_scales, partial_m, partial_l, partial_o, seq_lens, block_tables,
+    q_stride, table_stride, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -243,7 +298,7 @@ def _decode_kernel(
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
     m, l, o = _no_keys(ROWS, DIM)
     m, l, o = _over_tiles(
-        tile, m, l, o, k_pages, v_pages, block_tables + seq * table_stride, positions, kv_head,
+        tile, m, l, o, k_pages, v_pages, k_scales, v_scales, block_tables + seq * table_stride, positions, kv_head,
         first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
     where = (seq * NUM_HEADS + heads) * NUM_SPLITS + split
@@ -292,6 +347,7 @@ class TritonBackend:
     layout: Layout = "NHD"
     default_block_size = 16
     supports_cuda_graph = True
+    supports_int8_cache = True
     supports_prompt_graph = True
     supports_windows = True
     supports_sinks = True
@@ -340,31 +396,33 @@ def paged_attention(
     rotation: Rotation | None = None,
 ) -> Queries:
     """Store k and v, then attend for the decoding sequences and for the prompt chunks. rotation: applied to q and k before."""
-    k_pages, v_pages = cache.layer(layer)
+    pages: Pages = *cache.layer(layer), *cache.scales(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
-    q = rotate_and_store(q, rotation, k, v, k_pages, v_pages, metadata.slot_mapping)
+    q = rotate_and_store(q, rotation, k, v, *pages[:2], metadata.slot_mapping, *pages[2:])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
-        decode(q[:n], k_pages, v_pages, out[:n], metadata, window or 0, sinks)
+        decode(q[:n], pages, out[:n], metadata, window or 0, sinks)
     if n < len(metadata.seq_lens):
-        prefill(q, k_pages, v_pages, out, metadata, window or 0, sinks)
+        prefill(q, pages, out, metadata, window or 0, sinks)
     return out
 
 
-def rotate_and_store(q: Queries, rotation: Rotation | None, *stored: Tensor) -> Queries:
+def rotate_and_store(q: Queries, rotation: Rotation | None, *stored: Tensor | None) -> Queries:
     """Rotate q and k (None: they stay as they are), and copy each token's k and v into its slot. Returns q.
 
-    stored: k, v, the pages of both, and the slots. Without them there is only q.
+    stored: k, v, the pages of both, the slots, and the scales of both, if there are any. Without them there is only q.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, *strides = (stored[0].shape[1], stored[0].stride(0), stored[1].stride(0)) if stored else (1, 0, 0)
+    k, v, k_pages, v_pages, slots, *scales = stored or (None,) * 5
+    num_kv_heads, strides, block_size = 1, (0, 0), 1
+    if k is not None and v is not None and k_pages is not None:
+        num_kv_heads, strides, block_size = k.shape[1], (k.stride(0), v.stride(0)), k_pages.shape[1]
     out = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, kv_heads, dim = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_dim))
-    k, v, *pages_and_slots = stored or (None,) * 5
     _store_kernel[(num_tokens,)](
-        q, k, v, out, *pages_and_slots, *(rotation or (None,) * 6), q.stride(0), *strides,
-        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, num_warps=min(max(heads * dim // 1024, 4), 16),
+        q, k, v, out, k_pages, v_pages, slots, *(scales or (None,) * 2), *(rotation or (None,) * 6), q.stride(0), *strides,
+        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, block_size, num_warps=min(max(heads * dim // 1024, 4), 16),
     )  # fmt: skip
     return out
 
@@ -377,37 +435,33 @@ def copy_blocks(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
     _copy_kernel[grid](pages, sources, targets, len(sources), pages.stride(0), copies, size, tile)
 
 
-def prefill(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks
-) -> None:
+def prefill(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks) -> None:
     """Attend for the prompt chunks, and write their rows of `out`. window: in tokens. 0: no window."""
     _, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_pages.shape
+    _, block_size, num_kv_heads, _ = pages[0].shape
     first_seq = metadata.num_decodes
     dim, tile, num_warps = _tile_sizes(q)
     rows = min(tile, max(triton.next_power_of_2(metadata.max_query_len), _MIN_ROWS))
     grid = (len(metadata.seq_lens) - first_seq, triton.cdiv(metadata.max_query_len, rows), num_heads)
     _prefill_kernel[grid](
-        q, k_pages, v_pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
+        q, *pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, window,
         num_warps=num_warps,
     )  # fmt: skip
 
 
-def decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks
-) -> None:
+def decode(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks) -> None:
     """Attend for the decoding sequences, and write `out`, which has a row per sequence. window: in tokens. 0: no window."""
     num_seqs, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_pages.shape
+    _, block_size, num_kv_heads, _ = pages[0].shape
     num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
     rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
     # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
     m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        q, k_pages, v_pages, m, l, o, metadata.seq_lens, metadata.block_tables,
+        q, *pages, m, l, o, metadata.seq_lens, metadata.block_tables,
         q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
 pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}
 RAGGED = [(0, 1), (15, 1), (16, 1), (139, 1), (0, 2), (0, 64), (0, 65), (40, 20), (80, 60)]  # 1 to 140 tokens
 FEW = [(15, 1), (139, 1), (0, 65), (80, 40)]
 
@@ -26,7 +26,7 @@ def error_of(lengths, *, head_dim=64, heads=(1, 2), block_size=16, dtype=torch.f
     return compare(TritonBackend(), lengths, device=DEVICE, **sizes, **more)
 
 
-FP32, BF16 = TOLERANCE
+FP32, BF16, _ = TOLERANCE
 CASES = {
     "fp32, 64 numbers, 2x1 heads": (RAGGED, {"heads": (2, 1)}),
     "bf16, 80 numbers, 1x7 heads": (RAGGED, {"dtype": BF16, "head_dim": 80, "heads": (1, 7)}),
@@ -37,6 +37,9 @@ CASES = {
     "decodes of a fused projection": ([(299, 1), (0, 1)], {"packed": True}),
     "a prompt of a fused projection": ([(0, 33)], {"packed": True}),
     "chunks of a fused projection": ([(100, 50), (0, 7)], {"packed": True}),
+    "8 bits": (RAGGED, {"in_int8": True}),
+    "8 bits, fp16, 80 numbers, 3x2 heads": (FEW, {"in_int8": True, "dtype": torch.float16, "head_dim": 80, "heads": (3, 2)}),
+    "8 bits, bf16, a window and sinks": (FEW, {"in_int8": True, "dtype": BF16, "window": 100, "has_sinks": True}),
 }
 MORE_CASES = {  # every pair of a dtype, a size and numbers of heads
     f"{dtype}, {head_dim} numbers, {heads} heads": (RAGGED, {"dtype": dtype, "head_dim": head_dim, "heads": heads})

@@ -20,6 +20,7 @@ from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedErr
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.hybrid.sizes import HybridSizes
+from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.loader import load_model
@@ -32,6 +33,7 @@ pytestmark = [
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_window", "gpt_oss_window", "qwen3_5")
 WITH_EXPERTS = ("qwen3_moe", "gpt_oss_window")
+INT8_REQUESTS = ("qwen3", 100), ("gpt2", 7), ("gemma3_window", 20), ("gpt_oss_window", 20), ("qwen3_5", 20)
 SMALL = {family: tiny_models.FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | {
     "gpt2": {"n_head": 2, "n_layer": 1},
     "gemma3_window": tiny_models.FEW_HEADS | {"num_hidden_layers": 3, "sliding_window": 10},
@@ -71,10 +73,10 @@ def save(family, folder, **config):
     return tiny_models.save(family, folder, **(SMALL[family] | config))
 
 
-def memory_for(path, num_blocks):
+def memory_for(path, num_blocks, dtype):
     """The bytes of so many blocks of each KV group. With states, which may take half of it, there are more blocks."""
-    sizes = HybridSizes.of(read_config(Checkpoint.open(str(path)))[1])
-    blocks = num_blocks * len(sizes.groups) * sizes.bytes_per_block(BLOCK_SIZE, torch.float32)
+    sizes = stored_in(HybridSizes.of(read_config(Checkpoint.open(str(path)))[1]), dtype)
+    blocks = num_blocks * len(sizes.groups) * sizes.bytes_per_block(BLOCK_SIZE, dtype)
     return max(blocks, 4 * MAX_NUM_SEQS * sizes.bytes_per_state)
 
 
@@ -103,14 +105,15 @@ def expected_tokens(path, prompts=PROMPTS, params=PARAMS, **options):
     return tokens_of(LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22, **options), prompts, params)
 
 
-def run_random_requests(family, path, num_requests):
+def run_random_requests(family, path, num_requests, **options):
     """Requests arrive in the middle of others' answers, share prefixes, and are preempted: the cache holds two of them."""
     rng, earlier = random.Random(0), [range(16)]
     requests = [random_request(rng, earlier) for _ in range(num_requests)]
     prompts, params = zip(*requests, strict=True)
-    expected = expected_tokens(path, list(prompts), list(params))
+    expected = expected_tokens(path, list(prompts), list(params), **options)
+    memory = memory_for(path, 7, torch.int8 if options else torch.float32)
     with simulated() as device:
-        llm = LLM(path, device="sim", kv_cache_memory=memory_for(path, 7), async_scheduling=True, **SETTINGS)
+        llm = LLM(path, device="sim", kv_cache_memory=memory, async_scheduling=True, **SETTINGS, **options)
         executor, waiting, begun = llm.engine.executor, requests[::-1], []
         device.reset_counts()
         with mock.patch.object(executor, "launch", wraps=executor.launch) as launch:
@@ -145,6 +148,18 @@ def run_random_requests(family, path, num_requests):
 )
 def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
     in_own_process(run_random_requests, family, save(family, tmp_path), num_requests)
+
+
+def run_int8_cache(family, path, num_requests):
+    """The definition on a CPU stores the same integers, unless a number's roundings in fp32 cross the middle of two."""
+    run_random_requests(family, path, num_requests, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("family", "num_requests"), [("qwen3", 7), *(pytest.param(*one, marks=pytest.mark.long) for one in INT8_REQUESTS)]
+)
+def test_random_requests_get_the_tokens_of_the_cpu_from_a_cache_in_8_bits(family, num_requests, tmp_path):
+    in_own_process(run_int8_cache, family, save(family, tmp_path), num_requests)
 
 
 # What a step launches beside the two graphs: copies into their inputs and of their results, the padding of these inputs, the

@@ -41,7 +41,7 @@ def test_a_block_takes_the_bytes_that_its_cache_takes(model):
 
 def test_a_backend_without_8_bits_is_refused(model, monkeypatch):
     monkeypatch.setattr("nanoinfer.attention.reference.ReferenceBackend.supports_int8_cache", False)
-    with pytest.raises(UnsupportedError, match="kv_cache_dtype='int8' needs the attention backend cpu or reference"):
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype='int8' needs the attention backend cpu, triton or ref"):
         make_runtime(model, config_of(kv_cache_dtype="int8"))
 
 

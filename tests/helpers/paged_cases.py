@@ -7,7 +7,7 @@ from nanoinfer.attention.base import AttentionMetadata, select_backend
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.reference import ReferenceBackend
 from nanoinfer.features.hybrid.attention import HybridReferenceBackend
-from nanoinfer.features.int8_cache.cache import Int8Cache, numbers_of, quantized_heads
+from nanoinfer.features.int8_cache.cache import Int8Cache, SplitInt8Cache, numbers_of, quantized_heads
 from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 
 
@@ -90,7 +90,8 @@ def compare(
         backend = backend(dtype, **heads, has_int8_pages=in_int8)
     if isinstance(backend, ReferenceBackend) and (has_sinks or window is not None):
         backend = HybridReferenceBackend()
-    cache = (Int8Cache if in_int8 else KVCache)(
+    int8_cache = SplitInt8Cache if backend.layout == "NHD" else Int8Cache
+    cache = (int8_cache if in_int8 else KVCache)(
         num_layers=2,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -102,6 +103,9 @@ def compare(
     )
     for pages, rest in zip(cache.layer(1), (127, 70) if in_int8 else (float("nan"), 1e4), strict=True):
         pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
+    for scales, rest in zip(cache.scales(1), (float("nan"), 1e4), strict=True):
+        if scales is not None:
+            scales.fill_(rest)
     options = {} if window is None else {"window": window}
     if has_sinks:
         options["sinks"] = torch.randn(num_kv_heads * group, 2, generator=generator).to(device, dtype)[:, 0]
@@ -112,8 +116,9 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        expected.append(in_float64(q, *(numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)), **options))
-        tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
+        stored = [numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)]
+        expected.append(in_float64(q, *stored, **options))
+        tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
             metadata.block_tables[i, : max(old - window + 1, 0) // block_size] = -1
         if poisoned and poisoned[0] == i:

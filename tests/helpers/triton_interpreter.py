@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks: products of bfloat16, which it keeps as 16-bit integers, libdevice's exp, and speed.
+"""What Triton's interpreter lacks: products of bfloat16, and bfloat16 of integers, libdevice's exp, and speed.
 
 exp has the bits of sampling/exponentials.py here, as the plain stages have on a CPU.
 """
@@ -56,7 +56,11 @@ if not torch.cuda.is_available():
         widened = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return dot_of_floats(builder, *widened, *more)
 
+    def of_integers(builder, x, kind):
+        return builder.cast_impl(builder.cast_impl(x, tl.float32) if kind.scalar == tl.bfloat16 else x, kind)
+
     interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.InterpreterBuilder.create_si_to_fp = of_integers
     libdevice.exp = exp
     np.seterr(over="ignore")  # a GPU divides by a tiny temperature without a warning
     interpreter._patch_lang = patch_once

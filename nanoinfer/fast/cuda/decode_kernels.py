@@ -33,12 +33,15 @@ from nanoinfer.attention.base import AttentionMetadata
 from nanoinfer.attention.dense import Keys, Queries, Sinks, with_whole_heads
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import (
+    Pages,
     Rotation,
     _load_tile,
     _merged,
     _no_keys,
     _over_tiles,
     _rotated,
+    _store_heads,
+    _to_integers,
     _with_tile,
     architecture,
     num_splits_for,
@@ -134,8 +137,8 @@ def _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _with_new_keys(
-    query, m, l, o, k, v, k_pages, v_pages, slots, row, kv_head, new_keys, is_seen, cos, sin, k_weight, k_eps, k_stride,
-    v_stride, num_rows, scale, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, kv_head, new_keys, is_seen, cos, sin, k_weight,
+    k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of this step that a row sees to its running softmax, and store the row's own."""
     dims = tl.arange(0, o.shape[1])[None, :]
@@ -153,17 +156,22 @@ def _with_new_keys(
             is_finite = (num_bad == 0)[:, None]
             key = tl.where(is_finite, key, float("nan"))
             value = tl.where(is_finite, value, 0.0)
-            score = tl.sum(tl.where(inside, query * key, 0.0), 1) * scale
+            seen_key, seen_value = key, value
+            if k_scales is not None:  # as later queries read them
+                k_integers, k_scale = _to_integers(key)
+                v_integers, v_scale = _to_integers(value)
+                seen_key, seen_value = k_integers * k_scale[:, None], v_integers * v_scale[:, None]
+            score = tl.sum(tl.where(inside, query * seen_key, 0.0), 1) * scale
             largest = tl.maximum(m, score)
             shrink = tl.exp(m - largest)
             added = tl.exp(score - largest)
             l = l * shrink + added
-            o = o * shrink[:, None] + added[:, None] * value
+            o = o * shrink[:, None] + added[:, None] * seen_value
             m = largest
             if other == row:
-                where = tl.load(slots + row) * NUM_KV_HEADS * HEAD_DIM + columns
-                tl.store(k_pages + where, key, mask=inside)
-                tl.store(v_pages + where, value, mask=inside)
+                slot, head = tl.load(slots + row), kv_head + one
+                _store_heads(k_pages, k_scales, key, slot, head, columns, inside, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+                _store_heads(v_pages, v_scales, value, slot, head, columns, inside, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     return m, l, o
 
 
@@ -192,8 +200,8 @@ def _merge_if_last(
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _decode_attention_kernel(
-    q, k, v, out, k_pages, v_pages, slots, seq_lens, block_tables, cos, sin, weight, eps, k_weight, k_eps, sinks,
-    partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride, num_rows, scale,
+    q, k, v, out, k_pages, v_pages, k_scales, v_scales, slots, seq_lens, block_tables, cos, sin, weight, eps, k_weight, k_eps,
+    sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride, num_rows, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr,
     PDL: tl.constexpr,
@@ -220,8 +228,8 @@ def _decode_attention_kernel(
     first_key = begin + split * split_size
     last_key = tl.minimum(first_key + split_size, num_old)
     keys = first_key + tl.arange(0, TILE)
-    k_tile, v_tile = _load_tile(
-        k_pages, v_pages, table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
+    k_tile, v_tile, k_scale, v_scale = _load_tile(
+        k_pages, v_pages, k_scales, v_scales, table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -232,15 +240,16 @@ def _decode_attention_kernel(
     tile = query.to(q.dtype.element_ty)
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
     m, l, o = _no_keys(ROWS, DIM)
-    m, l, o = _with_tile(tile, k_tile, v_tile, m, l, o, keys, last_key, positions, scale, WINDOW)
+    m, l, o = _with_tile(tile, k_tile, v_tile, k_scale, v_scale, m, l, o, keys, last_key, positions, scale, WINDOW)
     m, l, o = _over_tiles(
-        tile, m, l, o, k_pages, v_pages, table, positions, kv_head, first_key + TILE, last_key, scale,
+        tile, m, l, o, k_pages, v_pages, k_scales, v_scales, table, positions, kv_head, first_key + TILE, last_key, scale,
         BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
     if split == NUM_SPLITS - 1:
         m, l, o = _with_new_keys(
-            query, m, l, o, k, v, k_pages, v_pages, slots, row, kv_head, new_keys, is_seen & (new_keys >= begin), cos, sin,
-            k_weight, k_eps, k_stride, v_stride, num_rows, scale, NUM_KV_HEADS, HEAD_DIM,
+            query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, kv_head, new_keys,
+            is_seen & (new_keys >= begin), cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale,
+            BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
         )  # fmt: skip
     _merge_if_last(
         m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, kv_head, split, NUM_HEADS, GROUP, HEAD_DIM,
@@ -317,10 +326,10 @@ def decode_attention(
         arrivals: the layer's counters.
         window: in tokens. None: no window.
     """
-    k_pages, v_pages = cache.layer(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     num_rows, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_pages.shape
+    pages: Pages = *cache.layer(layer), *cache.scales(layer)
+    _, block_size, num_kv_heads, _ = pages[0].shape
     most_keys = min(metadata.max_seq_len, window or metadata.max_seq_len)
     num_splits = min(num_splits_for(num_rows, num_kv_heads, most_keys), _MAX_SPLITS)
     rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
@@ -329,7 +338,7 @@ def decode_attention(
     o = q.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
     _launch(
         _decode_attention_kernel, (num_rows, num_kv_heads, num_splits),
-        q, k, v, out, k_pages, v_pages, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables, *rotation,
+        q, k, v, out, *pages, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables, *rotation,
         None if sinks is None else sinks.float().contiguous(), m, l, o,
         arrivals.counters(MAX_ROWS * num_kv_heads, q.device), q.stride(0), k.stride(0), v.stride(0),
         metadata.block_tables.stride(0), num_rows, head_dim**-0.5,

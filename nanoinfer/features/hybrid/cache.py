@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.kv_cache import KVCache, zeros
-from nanoinfer.features.int8_cache.cache import Int8Cache
 
 # Of each layer that keeps a state, its tensors [num_state_slots + 1, ...]. The last slot holds the state before any token.
 States = list[tuple[Tensor, ...]]
@@ -36,10 +35,6 @@ class HybridCache(KVCache):
 
     def tensors(self) -> list[Tensor]:
         return [*self.pages, *chain(*self.states), *self.attached]
-
-
-class HybridInt8Cache(HybridCache, Int8Cache):
-    """A HybridCache whose keys and values are integers."""
 
 
 def states_of(cache: KVCache) -> States:

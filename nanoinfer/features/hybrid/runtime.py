@@ -10,7 +10,7 @@ from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import ModelWeights
 from nanoinfer.execution.runtime import Runtime, plain_runtime
 from nanoinfer.features.hybrid.attention import HybridReferenceBackend, NoAttention
-from nanoinfer.features.hybrid.cache import HybridCache, HybridInt8Cache, make_states
+from nanoinfer.features.hybrid.cache import HybridCache, make_states
 from nanoinfer.features.hybrid.groups import GroupedAttend, groups_of
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.hybrid.states import AttendWithStates, updates_of
@@ -42,7 +42,8 @@ class HybridRuntime(Runtime):
         """Make a cache with so many blocks, which the groups share, and so many state slots."""
         sizes = self.sizes
         states = make_states(sizes.num_state_layers, num_state_slots, sizes.state_shapes, self.device)
-        make = HybridCache if self.cache_class is KVCache else HybridInt8Cache
+        bases = (HybridCache,) if self.cache_class is KVCache else (HybridCache, self.cache_class)
+        make: type[HybridCache] = type("HybridCache", bases, {})
         return make(num_groups=len(sizes.groups), states=states, **self.cache_options(num_blocks))
 
 
