@@ -237,8 +237,9 @@ class EngineArgs:
     dtype: Annotated["str | torch.dtype", Doc(
         '"auto" (that of the checkpoint, but on a device that is slow at it float32 on a CPU, float16 on a GPU), '
         '"float32"/"float", "bfloat16", "float16"/"half", or a dtype of torch.')] = "auto"
-    quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
-        Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits. The rest is in bfloat16, on a GPU without it in float16.')] = None
+    quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"), Doc(
+        '"int8" or "int4" keeps the linear layers in 8 or 4 bits. The rest is in bfloat16, on a GPU without it in float16.'
+    )] = None
     calibration: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
         'A text by which "int4" rounds weights: inputs count by how large they are in its first 2,048 tokens. None: in random '
         "ones (docs/supported.md).")] = None

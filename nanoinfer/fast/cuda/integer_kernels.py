@@ -16,7 +16,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from nanoinfer.attention.triton import _load_scale
 from nanoinfer.fast.cuda.decode_kernels import _MAX_TILE, _MIN_PROGRAMS, MAX_ROWS, _launch, _sum_of_squares
+from nanoinfer.fast.cuda.fused_kernels import Norm
 from nanoinfer.fast.cuda.integers import Integers, _integers_of, _load_groups
 from nanoinfer.fast.cuda.linear_kernel import _store_outputs
 
@@ -29,12 +31,15 @@ _TILE_BYTES = 2**13  # integers that a program loads before it waits, 64 bytes a
 
 
 @triton.jit
-def _load_inputs(x, norm, factor, groups, PART: tl.constexpr, NUM_IN: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr):
+def _load_inputs(
+    x, norm, factor, groups, PART: tl.constexpr, NUM_IN: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
     """Return the inputs of a part of each group of a row, [groups, BYTES]. norm: the weight of the row's norm, if any."""
     inputs = groups[:, None] * GROUP + PART * BYTES + tl.arange(0, BYTES)[None, :]
     a = tl.load(x + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
     if norm is not None:
-        scale = tl.load(norm + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
+        scale = _load_scale(norm, inputs, inputs < NUM_IN, ZERO_CENTRED)
         a = (scale * (a * factor)).to(x.dtype.element_ty).to(tl.float32)
     return a
 
@@ -48,8 +53,8 @@ def _group_sums(packed, zero, a, PART: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _integer_linear_kernel(
     x, norm, weight, scales, zeros, bias, residual, out, eps, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
-    GROUP: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS columns of all rows. GATED: the weight has the rows of the gate, and after them those of up."""
     BYTES: tl.constexpr = GROUP * BITS // 8
@@ -82,7 +87,7 @@ def _integer_linear_kernel(
             sums = tl.zeros([COLUMNS, TILE // GROUP], tl.float32)
             up_sums = tl.zeros([COLUMNS, TILE // GROUP], tl.float32)
             for part in tl.static_range(8 // BITS):
-                a = _load_inputs(x + row * x_stride, norm, factor, groups, part, NUM_IN, GROUP, BYTES)
+                a = _load_inputs(x + row * x_stride, norm, factor, groups, part, NUM_IN, GROUP, BYTES, ZERO_CENTRED)
                 sums += _group_sums(packed, zero, a, part, BITS)
                 if GATED:
                     up_sums += _group_sums(up_packed, up_zero, a, part, BITS)
@@ -91,7 +96,7 @@ def _integer_linear_kernel(
             total += tl.where(is_row, tl.sum(scale * sums + 0.0, 1)[None, :], 0.0)
             if GATED:
                 up += tl.where(is_row, tl.sum(up_scale * up_sums + 0.0, 1)[None, :], 0.0)
-    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED, ACTIVATION)
 
 
 def integer_linear(
@@ -99,9 +104,10 @@ def integer_linear(
     weight: Integers,
     bias: Float[Tensor, " rows"] | None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     residual: Float[Tensor, "num_tokens out"] | None = None,
     gated: bool = False,
+    activation: str = "silu",
     in_place: bool = False,
 ) -> Float[Tensor, "num_tokens out"]:
     """Compute a linear layer for at most MAX_ROWS rows. The arguments are those of decode_linear, contiguous but for x."""
@@ -111,10 +117,10 @@ def integer_linear(
     while columns > 1 and num_out >= _MIN_PROGRAMS > triton.cdiv(num_out, columns):
         columns //= 2
     out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
-    scale, eps = norm or (None, 0.0)
+    scale, eps, zero_centred = norm or (None, 0.0, False)
     _launch(
         _integer_linear_kernel, (triton.cdiv(num_out, columns),),
         x, scale, *weight[:3], bias, residual, out, eps, x.stride(0), len(x), num_in, num_out, weight.group_size, bits, gated,
-        MAX_ROWS, columns, tile,
+        activation, zero_centred, MAX_ROWS, columns, tile,
     )  # fmt: skip
     return out

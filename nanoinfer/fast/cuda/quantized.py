@@ -1,8 +1,8 @@
 """Linear layers on a GPU in 8 and 4 bits.
 
-In: linear layers, whose weights are still in the checkpoint or already on the GPU. Out: IntegerLinear, which compile.py puts in
-their place. features/quantization has the definition: its integers, scales and zeros are kept as they are. Rows are not rounded,
-as they are on a CPU, because a step with few rows takes the time of reading weights.
+In: linear layers, whose weights are still in the checkpoint or already on the GPU. Out: IntegerLinear, which compile.py puts
+in their place. features/quantization has the definition: its integers, scales and zeros are kept as they are. Rows are not
+rounded, as they are on a CPU, because a step with few rows takes the time of reading weights.
 
     1 to 4 rows    integer_kernels.py multiplies the integers
     5 to 16        linear_kernel.py widens a tile and multiplies it on tensor cores
@@ -15,7 +15,7 @@ Weights are rounded on the CPU while they are read, so the GPU never has them in
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
 from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS
-from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
+from nanoinfer.fast.cuda.fused_kernels import Norm, gate_and_mul
 from nanoinfer.fast.cuda.integer_kernels import integer_linear
 from nanoinfer.fast.cuda.integers import Integers, packed_bytes, widen
 from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS as MAX_DOT_ROWS
@@ -77,13 +77,10 @@ class IntegerLinear(nn.Module):
         start = 0
         for piece in quantized(weights, bits, self._in_four_bits):
             if not start:
-                bytes_and_groups = fused.in_features * bits // 8, piece.scales.shape[1], piece.zeros.shape[1]
-                dtypes = torch.uint8, torch.float32, torch.uint8
-                made = (
-                    torch.empty(self.out_features, size, dtype=dtype, device=device)
-                    for size, dtype in zip(bytes_and_groups, dtypes, strict=True)
-                )
-                self.weight = Integers(*made, bits)
+                made = partial(torch.empty, device=device)
+                packed = made(self.out_features, fused.in_features * bits // 8, dtype=torch.uint8)
+                sizes = self.out_features, piece.scales.shape[1]
+                self.weight = Integers(packed, made(sizes), made(sizes, dtype=torch.uint8), bits)
             self._put(piece, start)
             start += len(piece.scales)
 
@@ -108,20 +105,26 @@ class IntegerLinear(nn.Module):
         x: Float[Tensor, "*rows in"],
         residual: Float[Tensor, "*rows out"] | None = None,
         *,
-        norm: tuple[Tensor, float] | None = None,
-        gated: bool = False,
+        norm: Norm | None = None,
+        activation: str | None = None,
         in_place: bool = False,
     ) -> Float[Tensor, "*rows out"]:
-        """Compute the layers. The arguments are those of decode_linear. norm: for rows that `takes_norm` accepts."""
-        bias = cast("Tensor | None", self.bias)
+        """Compute the layers.
+
+        Args:
+            residual: added to the outputs. Contiguous.
+            norm: computed before the product, of rows that `takes_norm` accepts. None: no norm.
+            activation: of a gate. The layers are gate and up, and activation(gate) * up is returned. None: there is no gate.
+            in_place: the result is written over the residual.
+        """
+        bias, is_gated = cast("Tensor | None", self.bias), activation is not None
         if x.ndim == 2 and x.stride(1) == 1 and x.dtype is self._scratch.dtype:
+            given: dict[str, Any] = {"residual": residual, "in_place": in_place}
+            given |= {} if activation is None else {"gated": True, "activation": activation}
             if len(x) <= MAX_ROWS:
-                return integer_linear(x, self.weight, bias, norm=norm, residual=residual, gated=gated, in_place=in_place)
+                return integer_linear(x, self.weight, bias, norm=norm, **given)
             if len(x) <= MAX_DOT_ROWS and x.element_size() == 2 and uses_tensor_cores():
-                arrivals = None if residual is None else self._arrivals
-                return few_rows_linear(
-                    x, self.weight, bias, residual=residual, gated=gated, in_place=in_place, arrivals=arrivals
-                )  # fmt: skip
+                return few_rows_linear(x, self.weight, bias, arrivals=None if is_gated else self._arrivals, **given)
         rows = x.flatten(0, -2)
         out = rows.new_empty(len(rows), self.out_features) if residual is None or not in_place else residual
         for some, weight in self._scratch.parts(self.weight):
@@ -132,12 +135,12 @@ class IntegerLinear(nn.Module):
                 torch.addmm(added, rows, weight.t(), out=out[:, some])
         if residual is not None and bias is not None:
             out += bias
-        return silu_and_mul(out) if gated else out.unflatten(0, x.shape[:-1])
+        return gate_and_mul(out, activation) if activation else out.unflatten(0, x.shape[:-1])
 
-    def takes_norm(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether `forward` computes an RMSNorm of x with this weight before the product."""
-        is_fitting = x.ndim == 2 and x.stride(1) == 1 and weight.is_contiguous() and len(x) <= MAX_ROWS
-        return is_fitting and x.dtype is weight.dtype is self._scratch.dtype
+    def takes_norm(self, x: Tensor, norm: Norm) -> bool:
+        """Whether `forward` computes a norm of x before the product."""
+        is_fitting = x.ndim == 2 and x.stride(1) == 1 and norm.weight.is_contiguous() and len(x) <= MAX_ROWS
+        return is_fitting and x.dtype is norm.weight.dtype is self._scratch.dtype
 
 
 class IntegerLayers:
@@ -171,7 +174,8 @@ class IntegerLayers:
             if isinstance(value, StoredParameter):  # the model reads a weight itself
                 trace.owned[name] = value.source.load(self._device)
         for node in trace.graph.nodes:
-            module, layer = trace.module(node), None
+            module = trace.module(node)
+            layer: nn.Module | None = None
             if isinstance(module, FusedLinear):
                 alone = [cast(nn.Linear, self._alone(linear)) for linear in module.linears]
                 layer = FusedLinear(*alone, activation=module.activation)
