@@ -47,7 +47,8 @@ def packed_bytes(weight: QuantizedWeight) -> UInt8[Tensor, "out bytes"]:
     if weight.bits == 8:
         return weight.integers
     low, high = weight.integers.unflatten(1, (-1, 2, weight.group_size // 2)).unbind(2)
-    return (low | high << 4).flatten(1)
+    packed: Tensor = low | high << 4
+    return packed.flatten(1)
 
 
 @triton.jit

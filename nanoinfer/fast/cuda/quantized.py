@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
-from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS
+from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.fused_kernels import Norm, gate_and_mul
 from nanoinfer.fast.cuda.integer_kernels import integer_linear
 from nanoinfer.fast.cuda.integers import Integers, packed_bytes, widen
@@ -121,7 +121,7 @@ class IntegerLinear(nn.Module):
         if x.ndim == 2 and x.stride(1) == 1 and x.dtype is self._scratch.dtype:
             given: dict[str, Any] = {"residual": residual, "in_place": in_place}
             given |= {} if activation is None else {"gated": True, "activation": activation}
-            if len(x) <= MAX_ROWS:
+            if len(x) <= decode_kernels.MAX_ROWS:
                 return integer_linear(x, self.weight, bias, norm=norm, **given)
             if len(x) <= MAX_DOT_ROWS and x.element_size() == 2 and uses_tensor_cores():
                 return few_rows_linear(x, self.weight, bias, arrivals=None if is_gated else self._arrivals, **given)
@@ -139,7 +139,7 @@ class IntegerLinear(nn.Module):
 
     def takes_norm(self, x: Tensor, norm: Norm) -> bool:
         """Whether `forward` computes a norm of x before the product."""
-        is_fitting = x.ndim == 2 and x.stride(1) == 1 and norm.weight.is_contiguous() and len(x) <= MAX_ROWS
+        is_fitting = x.ndim == 2 and x.stride(1) == 1 and norm.weight.is_contiguous() and len(x) <= decode_kernels.MAX_ROWS
         return is_fitting and x.dtype is norm.weight.dtype is self._scratch.dtype
 
 
