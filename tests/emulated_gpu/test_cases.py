@@ -19,7 +19,7 @@ from tests.emulated_gpu.faults import FAULTS, InSource
 DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rms_norm": 2, "gate": 2, "rotate": 6, "draw": 9,
-    "choose": 6, "decode_linear": 4, "decode_attention": 2, "drafts": 2,
+    "choose": 6, "decode_linear": 4, "integer_linear": 4, "widen": 2, "decode_attention": 2, "drafts": 2,
 }  # fmt: skip
 # By the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm. Gemma 3 has 2 more a layer, and
 # angles twice.
@@ -82,6 +82,16 @@ LONG = {  # what -> cases
     ],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "linear layers of the fewest rows": [f"decode_linear {dtype} {option}" for dtype in DTYPES for option in DECODE_LINEAR],
+    "linear layers in 8 and 4 bits": [
+        case.format(dtype=dtype, bits=bits)
+        for dtype in DTYPES[:2]
+        for bits in (8, 4)
+        for case in (
+            *(f"integer_linear {{dtype}} int{{bits}} {option}" for option in DECODE_LINEAR),
+            "widen {dtype} int{bits}",
+            *(f"linear {{dtype}} int{{bits}} {option}" for option in ("split residual", "gated with bias")),
+        )
+    ],
     "drafts": [f"drafts {dtype}" for dtype in DTYPES[:2]],
     "steps": [f"step {family} {num_rows}" for family in ("qwen3", "qwen2", "llama", "gemma3") for num_rows in (1, 3, 6)],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
