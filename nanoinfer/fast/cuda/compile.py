@@ -17,6 +17,7 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import Rotation, paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
+from nanoinfer.fast.cuda.experts import KernelExperts
 from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.cuda.quantized import IntegerLayers, IntegerLinear
@@ -174,7 +175,7 @@ class Merges:
 
     def __init__(self) -> None:
         # A linear layer -> the layers with which it was merged, and the layer that computes them.
-        self._made: dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]] = {}
+        self.made: dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]] = {}
 
     def merged(self, fused: FusedLinear, trace: Trace) -> nn.Linear | None:
         """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
@@ -185,10 +186,10 @@ class Merges:
         linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
         if len(linears) == 1:
             return None
-        is_new = len(set(linears)) == len(linears) and not any(linear in self._made for linear in linears)
+        is_new = len(set(linears)) == len(linears) and not any(linear in self.made for linear in linears)
         if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
-            self._made |= dict.fromkeys(linears, (linears, fused.merged()))
-        together, merged = self._made.get(linears[0], ((), None))
+            self.made |= dict.fromkeys(linears, (linears, fused.merged()))
+        together, merged = self.made.get(linears[0], ((), None))
         return merged if together == linears else None
 
     def added(self, fused: FusedLinear) -> nn.Linear:
@@ -214,6 +215,8 @@ def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers) -> int:
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, layers)
+        elif isinstance(module, KernelExperts):
+            num_faster += 1
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
@@ -221,6 +224,8 @@ def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers) -> int:
             num_faster += 1
     num_faster += _move_residuals_into_norms(trace, layers)
     _move_norms_into_products(trace)
+    if isinstance(layers, Merges):  # integers have no adapters
+        _add_adapters(trace, layers)
     return num_faster
 
 
@@ -262,6 +267,23 @@ def _move_norms_into_products(trace: Trace) -> None:
             if isinstance(norm, KernelRMSNorm) and not x.kwargs and x.args[0] not in written:
                 module.norm, node.args = norm, x.args
                 trace.graph.erase_node(x)
+
+
+def _add_adapters(trace: Trace, merges: Merges) -> None:
+    """Add the adapters of requests, which are hooks of layers, to the products of these layers."""
+    layers_of = {merged: linears for linears, merged in merges.made.values()}
+    for node in trace.graph.nodes:
+        product = trace.module(node)
+        if not isinstance(product, FewRowsLinear | AddedLinear) or isinstance(product.linear, IntegerLinear):
+            continue
+        linears = layers_of.get(product.linear, (product.linear,))
+        if any(linear._forward_hooks for linear in linears):
+            from nanoinfer.fast.cuda.lora import AdaptedProduct, without_hooks
+
+            product.linear, norm, activation = without_hooks(product.linear), None, None
+            if isinstance(product, FewRowsLinear):
+                (norm, activation), product.norm, product.activation = (product.norm, product.activation), None, None
+            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, activation))
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
