@@ -186,8 +186,9 @@ def _dtype_of_rounded(config: EngineConfig) -> str:
         if dtype == "float16":
             raise dtype_of_rounded(config)
         return "bfloat16"
-    for name, default in (("enable_lora", False), ("tensor_parallel_size", 1)):
-        if (value := getattr(config, name)) != default:
+    others = {"enable_lora": config.enable_lora, "batch_invariant": config.scheduler.batch_invariant}
+    for name, value in {**others, "tensor_parallel_size": config.tensor_parallel_size}.items():
+        if value > 1 or value is True:
             raise UnsupportedError(
                 f"quantization={config.quantization!r} with {name}={value} runs on a CPU only, got device {str(device)!r}; "
                 "leave one of the two out"

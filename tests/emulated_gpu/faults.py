@@ -25,6 +25,7 @@ from nanoinfer.fast.cuda import (
     fused_kernels,
     integer_kernels,
     integers,
+    invariant,
     linear_kernel,
     lora,
 )
@@ -99,6 +100,10 @@ def _of(check: Callable[[torch.dtype], float], dtype: torch.dtype = torch.float3
 
 def linear(option: str) -> Callable[[], float]:
     return lambda: cases.check_linear(torch.float16, option)
+
+
+def invariant_linear(option: str = "split residual") -> float:
+    return cases.check_invariant(torch.float16, option)
 
 
 def draw() -> float:
@@ -261,6 +266,20 @@ FAULTS: dict[str, InPtx | InSource] = {
     "widen: a mask of 16 inputs more": InSource(
         integers, "wide, mask=inputs < NUM_IN", "wide, mask=inputs < NUM_IN + 16", "OutsideFault",
         lambda: cases.check_widen(torch.bfloat16, 4),
+    ),
+    "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
+    "invariant: rows that are read without their mask": InSource(
+        invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
+    ),
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
+    ),
+    "invariant: many rows whose inputs are not split": InSource(
+        invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
+    ),
+    "invariant: keys that are split by the number of rows": InSource(
+        triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1

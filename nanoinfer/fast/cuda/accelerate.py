@@ -36,6 +36,7 @@ def compile_model(
     model: nn.Module,
     quantization: str | None = None,
     *,
+    is_invariant: bool = False,
     weights: LoadedWeights | None = None,
     moments: Moments | None = None,
 ) -> CompiledModel:
@@ -44,6 +45,7 @@ def compile_model(
     Args:
         model: a model with its weights on a GPU. If they are rounded, those of linear layers may be StoredParameters.
         quantization: "int8" or "int4" rounds the weights of linear layers to 8 or 4 bits. None: they stay as they are.
+        is_invariant: whether rows in 16 bits have the same bits in any number of rows, in all linear layers (invariant.py).
         weights: receives the rounded weights as kernels read them. None: nobody replaces them.
         moments: how much the inputs count when weights are rounded to 4 bits. None: they all count the same.
 
@@ -64,7 +66,10 @@ def compile_model(
         return report
     if not quantization:
         import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
-        compile_modules(report.model, partial(compiling.compile_for_cuda, layers=compiling.Merges()), report)
+        lower = partial(compiling.compile_for_cuda, layers=compiling.Merges(), is_invariant=is_invariant)
+        compile_modules(report.model, lower, report)
+        if is_invariant:
+            import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
         return report
     weights, moments = LoadedWeights() if weights is None else weights, moments or {}
     layers = compiling.IntegerLayers(model, BITS[quantization], weights, moments)
@@ -84,8 +89,9 @@ def _moments_of(runtime: Runtime) -> Moments:
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs. Raises: UnsupportedError as compile_model does."""
     model, weights = cast(nn.Module, runtime.model), cast(LoadedWeights, runtime.weights)
+    is_invariant = config.scheduler.batch_invariant
     moments = _moments_of(runtime) if config.quantization == "int4" else None
-    report = compile_model(model, config.quantization, weights=weights, moments=moments)
+    report = compile_model(model, config.quantization, is_invariant=is_invariant, weights=weights, moments=moments)
     backend, num_rows = runtime.backend, config.max_num_rows
     further: Sequence[RowNumbers] = ()
     if config.enable_lora and find_spec("triton"):
@@ -98,6 +104,8 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
+    if is_invariant and find_spec("triton"):
+        runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
     if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime

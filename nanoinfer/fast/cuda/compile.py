@@ -19,6 +19,7 @@ from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
 from nanoinfer.fast.cuda.experts import KernelExperts
 from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
+from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.cuda.quantized import IntegerLayers, IntegerLinear
 from nanoinfer.fast.fuse import ADD, MULTIPLY, RMS_NORMS, FusedLinear, FusedRotation, fuse
@@ -110,7 +111,7 @@ class RotatedAttention(nn.Module):
             (weight, eps, is_zero_centred), (k_weight, k_eps, is_k) = self.rotation.norm, self.k_rotation.norm
             rotation = Rotation(cos, sin, weight, eps, k_weight, k_eps, self.factor, is_zero_centred or is_k)
             cache, metadata = step.args
-            if decode_kernels.supports_attention(q, metadata):
+            if not step.keywords and decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         q = self.rotation(q, cos, sin)
@@ -129,6 +130,7 @@ class FewRowsLinear(nn.Module):
         super().__init__()
         self.linear, self.activation, self.arrivals = linear, activation, Arrivals()
         self.norm: KernelRMSNorm | None = None
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         linear, norm = self.linear, None if self.norm is None else norm_of(self.norm.norm)
@@ -137,6 +139,9 @@ class FewRowsLinear(nn.Module):
             if self.norm is not None and norm is not None and not linear.takes_norm(x, norm):
                 x, norm = self.norm(x), None
             return cast(Tensor, linear(x, norm=norm, activation=self.activation))
+        if self.is_invariant:
+            x = x if self.norm is None else self.norm(x)
+            return invariant_linear(x, linear.weight, linear.bias, **gate)
         if decode_kernels.supports(x, linear, norm):
             return decode_linear(x, linear.weight, linear.bias, norm=norm, **gate)
         x = x if self.norm is None else self.norm(x)
@@ -152,6 +157,7 @@ class AddedLinear(nn.Module):
     def __init__(self, linear: nn.Linear | IntegerLinear, *, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
         linear, in_place = self.linear, self.in_place
@@ -160,6 +166,10 @@ class AddedLinear(nn.Module):
         if isinstance(linear, IntegerLinear):
             return cast(Tensor, linear(x, residual.contiguous(), in_place=in_place))
         if residual.is_contiguous():
+            if self.is_invariant:
+                return invariant_linear(
+                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
+                )  # fmt: skip
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
@@ -197,10 +207,12 @@ class Merges:
         return fused.linears[0]
 
 
-def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers) -> int:
+def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers, *, is_invariant: bool = False) -> int:
     """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
 
-    layers: makes the linear layers of all traces of a model.
+    Args:
+        layers: makes the linear layers of all traces of a model.
+        is_invariant: whether the rows of products have the same bits in any number of rows (invariant.py).
     """
     fuse(trace)
     num_faster = 0
@@ -222,14 +234,16 @@ def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers) -> int:
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
-    num_faster += _move_residuals_into_norms(trace, layers)
+            if isinstance(faster, FewRowsLinear | AddedLinear):
+                faster.is_invariant = is_invariant
+    num_faster += _move_residuals_into_norms(trace, layers, is_invariant=is_invariant)
     _move_norms_into_products(trace)
     if isinstance(layers, Merges):  # integers have no adapters
         _add_adapters(trace, layers)
     return num_faster
 
 
-def _move_residuals_into_norms(trace: Trace, layers: Merges | IntegerLayers) -> int:
+def _move_residuals_into_norms(trace: Trace, layers: Merges | IntegerLayers, *, is_invariant: bool) -> int:
     """Let a norm add the residual after it, and the kernels of few rows compute the product before it, as in Gemma 3.
 
     Returns the number of these products.
@@ -249,7 +263,9 @@ def _move_residuals_into_norms(trace: Trace, layers: Merges | IntegerLayers) -> 
             product = normed.args[0]
             module = trace.module(product)
             if type(module) is FusedLinear and len(module.linears) == 1 and not (module.activation or product.kwargs):
-                product.target = trace.name("kernel", FewRowsLinear(layers.added(module)))
+                faster = FewRowsLinear(layers.added(module))
+                faster.is_invariant = is_invariant
+                product.target = trace.name("kernel", faster)
                 num_products += 1
             break
     return num_products
