@@ -61,7 +61,7 @@ def rotated_and_stored(q, k, v):
     module = RotatedAttention(KernelRotation(FusedRotation(None)), KernelRotation(FusedRotation(norm_of(K_WEIGHT))))
     cache = KVCache(num_layers=1, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=16, device=DEVICE)
     metadata = metadata_for([(0, 3)], 2, 4, torch.Generator().manual_seed(0), DEVICE)
-    with mock.patch.object(triton, "prefill", lambda q, k_pages, v_pages, out, *others: out.copy_(q)):
+    with mock.patch.object(triton, "prefill", lambda q, pages, out, *others: out.copy_(q)):
         out = module(TritonBackend().begin_step(cache, metadata), 0, q, k, v, *ANGLES)
     return torch.cat((out, *cache.gather(0, metadata.block_tables[0], 3)), dim=1)
 
