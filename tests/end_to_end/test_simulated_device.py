@@ -18,6 +18,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
 from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.features.distributed.runner import CALL
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -309,6 +310,60 @@ def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
     path = save("qwen2", tmp_path)
     own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}[method]
     in_own_process(run_drafts, path, {"method": method, "num_speculative_tokens": 2, **own})
+
+
+def use_the_device():
+    """Let this rank use the device, whose collectives are an operation: gloo's, on the numbers in the host's memory."""
+    from nanoinfer.features.distributed import launch
+    from nanoinfer.features.distributed.communicator import Communicator
+    from tests.helpers import simulated_device
+
+    def all_gather(x: torch.Tensor, size: int) -> torch.Tensor:
+        out = x.new_empty(size * x.numel())
+        groups[0]._allgather_base(out, x.flatten()).wait()
+        return out.view(size, *x.shape)
+
+    def gather(communicator, x):
+        groups[:] = [communicator._group]
+        return torch.ops.nanoinfer_tests.all_gather(x, communicator.size)
+
+    groups, library = [], torch.library.Library("nanoinfer_tests", "DEF")
+    library.define("all_gather(Tensor x, int size) -> Tensor")
+    library.impl("all_gather", all_gather, "CPU")
+    simulated_device.install()
+    kept = ExitStack()
+    kept.enter_context(simulated_device.engine_may_use_it())
+    kept.enter_context(mock.patch.object(Communicator, "_gather_briefly", gather))
+    kept.enter_context(mock.patch.object(launch, "_devices", lambda config, first, num: ["sim"] * num))
+    use_the_device.kept = library, kept
+    return simulated_device.device
+
+
+def assert_graphs_were_replayed(runner):
+    graphs = [graph.replay.__self__ for graph in runner.graphs.table.graphs.values()]
+    assert any(graph.num_replays for graph in graphs), "this rank has replayed no step"
+
+
+def run_ranks(path):
+    """All ranks capture what the first requests lacked when these have ended, and replay it for the next."""
+    expected = expected_tokens(path)
+    settings = SETTINGS | {"cudagraph_capture": "idle", "enable_prefix_caching": False, "tensor_parallel_size": 2}
+    with forked.ranks(use_the_device):
+        device = use_the_device()
+        with LLM(path, device="sim", kv_cache_memory=2**19, **settings) as llm:
+            leading = llm.engine.executor.runner
+            assert tokens_of(llm) == expected
+            device.reset_counts()
+            assert tokens_of(llm) == expected
+            assert device.waits == []
+            assert_graphs_were_replayed(leading.inner)
+            with leading.workers.together(CALL, (assert_graphs_were_replayed, ())):
+                pass
+            assert tokens_of(llm) == expected  # raises if the other rank has failed
+
+
+def test_two_ranks_replay_the_same_steps_and_read_their_tokens_alone(tmp_path):
+    in_own_process(run_ranks, save("qwen3", tmp_path, num_key_value_heads=2, num_attention_heads=4))
 
 
 def adapters_give_the_tokens_of_the_cpu(path):

@@ -17,7 +17,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -53,14 +53,18 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
         from nanoinfer.fast.cuda.lora import use_kernels
 
         further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
-    capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+    capture: Capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+    if (shards := runtime.weights.shards) is not None:
+        capture = shards.together(capture)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
-    if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
+    if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
-    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
+    if config.enable_lora and (not further or shards is not None):  # torch adds the adapters, or they are on several ranks
+        can_capture = False
+    if not can_capture:
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
