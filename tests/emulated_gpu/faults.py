@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -92,6 +92,10 @@ def linear(option: str) -> Callable[[], float]:
     return lambda: cases.check_linear(torch.float16, option)
 
 
+def invariant_linear(option: str = "split residual") -> float:
+    return cases.check_invariant(torch.float16, option)
+
+
 def draw() -> float:
     return cases.check_draw("ties")
 
@@ -163,12 +167,31 @@ FAULTS: dict[str, InPtx | InSource] = {
     "store: exchanged strides": InSource(
         triton, "v + token * v_stride", "v + token * k_stride", "OutsideFault", _of(cases.check_store)
     ),
-    "silu_mul: a mask shifted by one": InSource(
-        fused_kernels, "columns < SIZE\n    gate", "columns <= SIZE\n    gate", "OutsideFault", _of(cases.check_silu_mul)
+    "gate: a mask shifted by one": InSource(
+        fused_kernels, "columns < SIZE\n    gate", "columns <= SIZE\n    gate", "OutsideFault", _of(cases.check_gate)
     ),
-    "rms_norm: a weight that is read without its mask": InSource(
-        fused_kernels, "weight + columns, mask=inside, other=0.0", "weight + columns", "OutsideFault",
-        _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
+    "gate: a GELU without its cube": InSource(
+        fused_kernels, "0.044715 * gate * gate * gate", "0.044715 * gate", "values", _of(cases.check_gate)
+    ),
+    "rms_norm: a residual that is read without its mask": InSource(
+        fused_kernels, "residual + row * SIZE + columns, mask=inside, other=0.0", "residual + row * SIZE + columns",
+        "OutsideFault", _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
+    ),
+    "rms_norm: the residual of the first row": InSource(
+        fused_kernels, "residual + row * SIZE", "residual", "values", _of(cases.check_rms_norm)
+    ),
+    "rotate: a norm without its offset": InSource(
+        triton, "return scale + 1.0 if", "return scale + 0.0 if", "values", _of(cases.check_rotate)
+    ),
+    "rotate: a weight that is read without its mask": InSource(
+        triton, "weight + places, mask=inside, other=0.0", "weight + places", "OutsideFault",
+        _of(cases.check_rotate, torch.bfloat16), hidden_from=_of(cases.check_rotate),
+    ),
+    "rotate: numbers that turn though they are beyond the rotated part": InSource(
+        triton, "tl.where(dims < ROTATED, rotated, number)", "rotated", "values", _of(cases.check_rotate)
+    ),
+    "rotate: keys that are multiplied by the factor of queries": InSource(
+        triton, "k_eps, None, heads", "k_eps, factor, heads", "values", _of(cases.check_rotate)
     ),
     "rotate: an int32 offset that overflows": InSource(
         triton, "token = tl.program_id(0).to(tl.int64)", "token = tl.program_id(0)", "OutsideFault",
@@ -196,11 +219,25 @@ FAULTS: dict[str, InPtx | InSource] = {
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
     "linear: no barrier before a tile is read": InPtx("_linear_kernel", _BARRIER, "", "RaceFault", linear("plain")),
     "linear: exchanged gate and up": InSource(
-        linear_kernel, "total * tl.sigmoid(total) * up", "up * tl.sigmoid(up) * total", "values", linear("gated")
+        linear_kernel, "_activated(total, ACTIVATION) * up", "_activated(up, ACTIVATION) * total", "values", linear("gated")
     ),
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
+    ),
+    "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
+    "invariant: rows that are read without their mask": InSource(
+        invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
+    ),
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
+    ),
+    "invariant: many rows whose inputs are not split": InSource(
+        invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
+    ),
+    "invariant: keys that are split by the number of rows": InSource(
+        triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1
@@ -253,8 +290,8 @@ FAULTS: dict[str, InPtx | InSource] = {
         "DependencyFault", lambda: decode_linear("residual"), arch=90,
     ),
     "PDL: weights that the step writes": InSource(
-        decode_kernels, "    scale, eps = norm or", "    weight.mul_(1)\n    scale, eps = norm or", "DependencyFault",
-        decode_linear, arch=90,
+        decode_kernels, "    scale, eps, zero_centred = norm or", "    weight.mul_(1)\n    scale, eps, zero_centred = norm or",
+        "DependencyFault", decode_linear, arch=90,
     ),
     "PDL: a launch whose kernel does not know": InSource(
         decode_kernels, "*arguments, uses_pdl,", "*arguments, False,", "DependencyFault", decode_linear, arch=90
