@@ -5,6 +5,7 @@ sampler runs its stages.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -15,8 +16,9 @@ from torch import nn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
+from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -41,6 +43,8 @@ def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledMo
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
+    if not is_invariant:  # the kernels of experts add in another order for few tokens
+        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
     compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
     if is_invariant:
         import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
@@ -52,6 +56,12 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     is_invariant = config.scheduler.batch_invariant
     report = compile_model(cast(nn.Module, runtime.model), is_invariant=is_invariant)
     backend, num_rows = runtime.backend, config.max_num_rows
+    further: Sequence[RowNumbers] = ()
+    if config.enable_lora and find_spec("triton"):
+        from nanoinfer.fast.cuda.lora import use_kernels
+
+        num_checked = is_invariant * sum(batch_independence.PROMPT_LENGTHS)
+        further = use_kernels(report.model, max(config.scheduler.max_num_batched_tokens + num_rows, num_checked))
     capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
@@ -60,12 +70,14 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
     if is_invariant and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
-    if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
+    can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
+    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=len(runtime.sizes.windows),
+        num_groups=len(runtime.sizes.windows), further=further,
+        max_num_decodes=1 if config.speculative is None or is_invariant else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)
