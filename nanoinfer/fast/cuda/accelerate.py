@@ -23,6 +23,7 @@ from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 
@@ -43,8 +44,10 @@ def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledMo
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    if not is_invariant:  # the kernels of experts add in another order for few tokens
+    if not is_invariant:
         import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+    elif any(isinstance(module, Experts) for module in report.model.modules()):
+        logger.info("batch_invariant: experts run one after the other, since their kernels add in another order for few tokens")
     compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
     if is_invariant:
         import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
