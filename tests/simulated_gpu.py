@@ -9,6 +9,7 @@ architecture, so kernels are compiled for it, with the types and constants of th
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -41,6 +42,7 @@ from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.layers import RotaryEmbedding
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import QwenMoeForCausalLM
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -69,6 +71,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
                                         "num_local_experts": 32, "num_experts_per_tok": 4,
                                         "rope_parameters": {"rope_type": "default"}}),
+    "Qwen3-30B-A3B": (QwenMoeForCausalLM, {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                                           "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                                           "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                                           "norm_topk_prob": True}),
 }  # fmt: skip
 COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
 
@@ -90,7 +96,7 @@ REACH: dict[str, dict[str, str]] = {
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
-        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"), "first_decodes": "grid[0]",
     },
     "_merge_kernel": {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
@@ -99,6 +105,7 @@ REACH: dict[str, dict[str, str]] = {
     "_linear_kernel": LINEAR | {
         "partial": "grid[1] * ROWS * grid[0] * COLUMNS", "num_arrived": "grid[0]",
     },
+    "_invariant_linear_kernel": LINEAR | {"residual": "num_rows * NUM_OUT"},
     "_decode_linear_kernel": LINEAR | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
     "_decode_attention_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + NUM_KV_HEADS * HEAD_DIM",
@@ -106,8 +113,22 @@ REACH: dict[str, dict[str, str]] = {
         "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
         **dict.fromkeys(("cos", "sin"), "grid[0] * ROTATED"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
-        **dict.fromkeys(("slots", "seq_lens"), "grid[0]"), "sinks": "NUM_HEADS",
+        **dict.fromkeys(("slots", "seq_lens", "first_decodes"), "grid[0]"), "sinks": "NUM_HEADS",
     },
+    "_few_gated_kernel": {
+        "x": "grid[1] // TOP_K * NUM_IN", "chosen": "grid[1]", "out": "grid[1] * NUM_OUT",
+    },
+    "_few_down_kernel": {
+        "x": "grid[1] * TOP_K * NUM_IN", **dict.fromkeys(("chosen", "routing"), "grid[1] * TOP_K"),
+        "mixed": "grid[1] * NUM_OUT",
+    },
+    "_list_kernel": {"chosen": "num_rows * TOP_K", "counts": "grid[0]", "pairs": "grid[0] * num_rows"},
+    "_grouped_kernel": {
+        "x": "num_rows * (1 if GATED else TOP_K) * NUM_IN", "weight": "NUM_EXPERTS * (1 + GATED) * NUM_OUT * NUM_IN",
+        "bias": "NUM_EXPERTS * (1 + GATED) * NUM_OUT", "out": "num_rows * TOP_K * NUM_OUT", "counts": "NUM_EXPERTS",
+        "pairs": "NUM_EXPERTS * num_rows",
+    },
+    "_sum_pairs_kernel": {"x": "grid[0] * TOP_K * SIZE", "routing": "grid[0] * TOP_K", "mixed": "grid[0] * SIZE"},
     "_shrink_kernel": {
         "x": "(num_rows - 1) * x_stride + NUM_IN", "indices": "num_rows", "products": "grid[2] * num_rows * NUM_RANKS",
     },
@@ -135,15 +156,19 @@ REACH: dict[str, dict[str, str]] = {
         **ROWS,
     },
 }  # fmt: skip
+WITH_EXPERTS = "gpt-oss-20b", "Qwen3-30B-A3B"
+# The first two read nothing early, because an earlier kernel has chosen the experts.
+OF_EXPERTS = {"_few_gated_kernel", "_few_down_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"}
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
+    dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
     | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
-    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
+    | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
+    | dict.fromkeys(("routing", "mixed"), torch.float32)
     | {"greedy": torch.bool}
-    | dict.fromkeys(("first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
+    | dict.fromkeys(("counts", "pairs", "first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
     | dict.fromkeys(("inv_freq", "partial"), torch.float32)
 )
 
@@ -177,7 +202,7 @@ class Launch:
             assert "st.global" not in reads, "a block is written before all are read"
         if self.arguments.get("PDL"):
             before, _, after = self.compiled.asm["ptx"].partition("griddepcontrol.wait")
-            assert "ld.global" in before, "nothing is loaded while the kernel before still runs"
+            assert self.kernel in OF_EXPERTS or "ld.global" in before, "nothing is loaded while the kernel before still runs"
             assert "st.global" in after, "the kernel does not wait"
             assert not re.search(r"st\.global|atom\.|\bbra\b|\bret;", before), "the kernel writes or ends before it waits"
 
@@ -217,14 +242,16 @@ def simulated_gpu(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def plans() -> dict[str, list[tuple[int, int]]]:
-    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first."""
+def plans() -> dict[str, tuple[list[tuple[int, int]], int]]:
+    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first, and the drafts of each."""
     decodes = [(100 + 37 * i, 1) for i in range(16)]
     return {
-        "prefill": [(0, 1), (0, 300)],
-        "chunks and decodes": [*decodes, (64, 128), (0, 17)],
-        "decode": decodes,
-        "one row": [(3000, 1)],
+        "prefill": ([(0, 1), (0, 1100)], 0),
+        "chunks and decodes": ([*decodes, (64, 128), (0, 17)], 0),
+        "decode": (decodes, 0),
+        "one row": ([(3000, 1)], 0),
+        "drafts": (decodes, 8),
+        "drafts of one sequence": ([(3000, 1)], 3),
     }
 
 
@@ -236,19 +263,17 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.float()  # as the loader leaves it
-    for layer in model.layers:  # experts are chosen by values, which a tensor on the meta device does not have
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = layer.mlp.experts[0]
-    model = compile_model(model).model
+    models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     cache = KVCache(
         num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim, dtype=dtype, device="meta",
     )  # fmt: skip
-    for lengths in plans().values():
-        batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
+    for lengths, num_drafts in plans().values():
+        batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
         attend = TritonBackend().begin_step(cache, batch.attention)
         with torch.inference_mode():
-            for each in (attend, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the second is no backend's
+            others = lambda *heads, **options: attend(*heads, **options)  # noqa: B023, E731  which is no backend's
+            for model, each in itertools.product(models, (attend, others)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     q, angles = torch.empty(3, 2, 256, dtype=dtype, device="meta"), torch.empty(3, 1, 64, dtype=dtype, device="meta")
@@ -274,14 +299,14 @@ def run_adapters(num_in: int, dtype: torch.dtype) -> None:
     updates(*(torch.empty(40, size, dtype=dtype, device="meta") for size in (num_in, num_in + 640)))
 
 
-def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
+def _plan(lengths: list[tuple[int, int]], num_drafts: int, block_size: int) -> StepPlan:
     scheduled = []
     for i, (num_cached, num_new) in enumerate(lengths):
         total = num_cached + num_new
         seq = Sequence(str(i), [1] * total, SamplingParams(), seed=0, max_num_tokens=total + 1)
         seq.num_computed_tokens = num_cached
-        seq.block_table = list(range(-(-total // block_size)))
-        scheduled.append(ScheduledSequence(seq, num_new))
+        seq.block_table = list(range(-(-(total + num_drafts) // block_size)))
+        scheduled.append(ScheduledSequence(seq, num_new, (1,) * num_drafts))
     return StepPlan(tuple(scheduled))
 
 
@@ -315,8 +340,7 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
             for launch in launches:
                 launch.check(dtype)
             missing = set(REACH) - {launch.kernel for launch in launches}
-            if name == "gpt-oss-20b":  # its MLP clamps
-                missing -= {"_gate_kernel"}
+            missing -= {"_gate_kernel"} if name in WITH_EXPERTS else OF_EXPERTS
             if dtype is torch.float32 or arch < 80:  # without tensor cores
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"

@@ -10,29 +10,34 @@ A case returns its largest error as a share of the tolerance, which must be at m
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from triton import jit, language
 from triton.language.extra import libdevice
 
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel, lora
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from nanoinfer.fast.cuda.fused_kernels import Norm
 from nanoinfer.fast.fuse import ACTIVATIONS
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.models.gpt_oss import ClampedSwiGLU
+from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
-from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
+from tests.helpers.paged_cases import compare, compare_drafts, in_float64, metadata_for, replaced
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -199,6 +204,34 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
     return largest
 
 
+def check_invariant(dtype: torch.dtype, option: str) -> float:
+    """As check_linear. The rows of 16 rows and of 1 have the bits that they have among 50, in every dtype.
+
+    More inputs than a part of a split layer, and sizes that are no multiples of any tile. The residual leaves little of the
+    product, so that the rounding to 16 bits does not hide the last bits of the sum.
+    """
+    gated, is_split = option == "gated with bias", option == "split residual"
+    num_in, num_out = 4 * linear_kernel.TILE * (1 + is_split) + 80, invariant.COLUMNS + 3
+    generator = _generator()
+    shapes = (50, num_in), ((1 + gated) * num_out, num_in), ((1 + gated) * num_out,)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    weight *= num_in**-0.5
+    residual = -(x.double() @ weight.double().T).to(dtype)
+    arrivals, added = linear_kernel.Arrivals() if is_split else None, bias if gated else residual
+    outs = [
+        invariant.invariant_linear(
+            x[rows], weight, bias if gated else None, gated=gated, residual=None if gated else residual[rows].clone(),
+            in_place=not gated, arrivals=arrivals,
+        )
+        for rows in (slice(0, 50), slice(20, 36), slice(33, 34))
+    ]  # fmt: skip
+    if not torch.equal(outs[0][20:36], outs[1]) or not torch.equal(outs[0][33:34], outs[2]):
+        return float("inf")
+    expected, terms = x.double() @ weight.double().T + added.double(), x.double().abs() @ weight.double().abs().T
+    tolerance = (terms + added.double().abs()) * _sum_error(num_in + 2)
+    return share(outs[0], *_finished(dtype, expected, tolerance, option))
+
+
 def check_decode_linear(dtype: torch.dtype, option: str) -> float:
     """As check_linear. With a norm its rounding is one more, u of each product, in any direction: 4 * u * sqrt(sum of squares).
 
@@ -233,6 +266,81 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
         tolerance = tolerance + terms * _sum_error(num_in + 2)
         largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, option)))
     return largest
+
+
+EXPERTS = {"silu": None, "clamped with bias": 1.0}  # the limit
+
+
+def check_experts(dtype: torch.dtype, option: str, device: str = "cpu") -> float:
+    """As linear's, twice: of down's inputs, and of down with their rounding, 4 * u * sqrt(sum of squares). Then k products.
+
+    1 and 3 rows, of which each has the bits that it has alone. 19 rows choose expert 0, which has two tiles of pairs, and none
+    chooses the last. Sizes are no multiples of the kernels' tiles.
+    """
+    mixture, largest = _Mixture(dtype, option, num_experts=5, size=300, inner=70, device=device), 0.0
+    for num_rows in (3, 1, 19):
+        largest = max(largest, share(mixture.outs[num_rows], *mixture.expected(num_rows)))
+    return largest if torch.equal(mixture.outs[1], mixture.outs[3][:1]) else float("inf")
+
+
+def check_large_experts(dtype: torch.dtype) -> float:
+    """As check_experts, of so many rows that the tiles are larger."""
+    mixture = _Mixture(dtype, "silu", num_experts=2, size=80, inner=70, all_rows=(70,))
+    return share(mixture.outs[70], *mixture.expected(70))
+
+
+class _Mixture:
+    """Experts with random weights. outs: what the kernels compute of the first rows, by their number."""
+
+    def __init__(
+        self, dtype: torch.dtype, option: str, *, num_experts: int, size: int, inner: int, device: str = "cpu",
+        all_rows: tuple[int, ...] = (3, 1, 19),
+    ) -> None:  # fmt: skip
+        self.dtype, self.limit, generator = dtype, EXPERTS[option], _generator()
+        sizes = SimpleNamespace(hidden_size=size, intermediate_size=inner, swiglu_alpha=1.702, swiglu_limit=self.limit)
+        self.mlps = [SwiGLU(size, inner) if self.limit is None else ClampedSwiGLU(sizes) for _ in range(num_experts)]
+        for weight in (weight for mlp in self.mlps for weight in mlp.to(dtype).parameters()):
+            weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+        num_rows = max(all_rows)
+        self.x = torch.randn(num_rows, size, generator=generator).to(dtype)
+        others = torch.stack([1 + torch.randperm(max(num_experts - 2, 1), generator=generator)[:2] for _ in range(num_rows)])
+        self.chosen = torch.cat((others, torch.zeros(num_rows, 1, dtype=torch.int64)), 1)
+        self.routing = torch.rand(self.chosen.shape, generator=generator)
+        module, self.outs = experts.KernelExperts(Experts(deepcopy(self.mlps)).to(device)), {}
+        for num in all_rows:
+            with writes.step():
+                given = (tensor[:num].to(device, copy=True) for tensor in (self.x, self.routing, self.chosen))
+                self.outs[num] = module(*given).cpu()
+
+    def expected(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the first rows in fp64, and its tolerance."""
+        out, tolerance, magnitude = (torch.zeros(num_rows, self.x.shape[1], dtype=torch.float64) for _ in range(3))
+        for row, place in np.ndindex(num_rows, self.chosen.shape[1]):
+            found, error = self._of_pair(self.x[row].double(), self.mlps[self.chosen[row, place]])
+            weight = self.routing[row, place].double()
+            out[row] += weight * found
+            tolerance[row] += weight * error
+            magnitude[row] += weight * found.abs()
+        return out, tolerance + _sum_error(self.chosen.shape[1] + 1) * magnitude
+
+    def _of_pair(self, x: Tensor, mlp: SwiGLU) -> tuple[Tensor, Tensor]:
+        """One expert's output, and its tolerance. The gate's function rises by at most 1.1 times its argument's change."""
+        (gate, of_gate), (up, of_up) = (self._product(x, linear) for linear in (mlp.gate_proj, mlp.up_proj))
+        alpha, added = (1.0, 0.0) if self.limit is None else (mlp.alpha, 1.0)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        activated, factor = gate * torch.sigmoid(alpha * gate), up + added
+        inner = activated * factor
+        of_inner = 1.1 * factor.abs() * of_gate + activated.abs() * of_up + (12 + alpha * gate.abs()) * _E * inner.abs()
+        out, error = self._product(inner, mlp.down_proj)
+        weight = mlp.down_proj.weight.double()
+        of_rounding = 4 * ((_rounded(self.dtype, inner)).square() @ weight.square().T).sqrt()
+        return out, error + of_inner @ weight.abs().T + of_rounding + _rounded(self.dtype, out)
+
+    def _product(self, x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor]:
+        weight, bias = linear.weight.double(), 0.0 if linear.bias is None else linear.bias.double()
+        terms = x.abs() @ weight.abs().T + abs(bias)
+        return x @ weight.T + bias, terms * _sum_error(linear.in_features + 2)
 
 
 def check_lora(dtype: torch.dtype) -> float:
@@ -416,24 +524,45 @@ def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> fl
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype) -> float:
+def check_drafts(dtype: torch.dtype, are_alone: bool) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
-    generator, lengths = _generator(), [(0, 70), (0, 20)]
-    metadata = metadata_for(lengths, 16, 8, generator)
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance, are_alone=are_alone
+        )  # fmt: skip
+
+
+def check_paged_drafts(dtype: torch.dtype) -> float:
+    """As check_drafts, in three kernels. A program has up to two rows, so three programs share the last sequence's."""
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            triton.TritonBackend(), [(67, 3), (19, 1), (140, 5)], group=12, dtype=dtype, window=70, has_sinks=True,
+            tolerance=_tolerance,
+        )  # fmt: skip
+
+
+def check_invariant_decode(dtype: torch.dtype) -> float:
+    """As check_attention, with a fixed number of splits. Each row has the bits that it has alone."""
+    generator, num_tokens = _generator(), torch.tensor([71, 1, 21])
+    metadata = metadata_for([(0, num) for num in num_tokens.tolist()], 16, 8, generator)
     cache = KVCache(
         num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
     )
-    (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
-    new = torch.tensor([67, 68, 69, 89])
-    is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
-    cache.write(0, metadata.slot_mapping[is_old], k[is_old], v[is_old])
-    rows = replaced(
-        metadata, seq_lens=torch.tensor([68, 69, 70, 20]), block_tables=metadata.block_tables[[0, 0, 0, 1]],
-        slot_mapping=metadata.slot_mapping[new], num_decodes=4,
-    )  # fmt: skip
-    out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
-    parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
-    return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
+    (k, v), q = torch.randn(2, 93, 2, 64, generator=generator).to(dtype), torch.randn(3, 4, 64, generator=generator).to(dtype)
+    cache.write(0, metadata.slot_mapping, k, v)
+    backend, new = triton.TritonBackend(), num_tokens.cumsum(0) - 1
+    backend.num_splits, outs = 4, []
+    for rows in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        step = replaced(
+            metadata, seq_lens=num_tokens[rows], block_tables=metadata.block_tables[rows], num_decodes=len(new[rows]),
+            slot_mapping=metadata.slot_mapping[new[rows]],
+        )  # fmt: skip
+        with mock.patch.object(triton, "_TARGET_PROGRAMS", 4):  # so that the plain number of splits differs
+            outs.append(backend.begin_step(cache, step)(0, q[rows], k[new[rows]], v[new[rows]]))
+    if not torch.equal(outs[0], torch.cat(outs[1:])):
+        return float("inf")
+    parts = zip(outs[1:], q.split(1), k.split(num_tokens.tolist()), v.split(num_tokens.tolist()), strict=True)
+    return max(share(out, in_float64(*given), _tolerance(*given)) for out, *given in parts)
 
 
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -484,11 +613,27 @@ CASES: dict[str, Callable[[], float]] = {
     for name in ("bfloat16", "float16")  # fp32 is torch's
     for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias", "gated by gelu")
 } | {
+    f"invariant {name} {option}": lambda dtype=dtype, option=option: check_invariant(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in ("split residual", "gated with bias")
+} | {
+    f"invariant_decode {name}": lambda dtype=dtype: check_invariant_decode(dtype) for name, dtype in DTYPES.items()
+} | {
     f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
 } | {
-    f"drafts {name}": lambda dtype=DTYPES[name]: check_drafts(dtype) for name in ("bfloat16", "float16")
+    f"experts {name} {option}": lambda dtype=dtype, option=option: check_experts(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in EXPERTS
+} | {
+    f"large_experts {name}": lambda dtype=DTYPES[name]: check_large_experts(dtype) for name in ("bfloat16", "float16")
+} | {
+    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option == "alone")
+    for name in ("bfloat16", "float16")
+    for option in ("together", "alone")
+} | {
+    f"paged_drafts {name}": lambda dtype=dtype: check_paged_drafts(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)

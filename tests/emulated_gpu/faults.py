@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel, lora
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -92,6 +92,10 @@ def linear(option: str) -> Callable[[], float]:
     return lambda: cases.check_linear(torch.float16, option)
 
 
+def invariant_linear(option: str = "split residual") -> float:
+    return cases.check_invariant(torch.float16, option)
+
+
 def draw() -> float:
     return cases.check_draw("ties")
 
@@ -108,8 +112,24 @@ def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
 
-def drafts() -> float:
-    return cases.check_drafts(torch.bfloat16)
+def drafts(are_alone: bool = True) -> float:
+    return cases.check_drafts(torch.bfloat16, are_alone)
+
+
+def drafts_together() -> float:
+    return drafts(False)
+
+
+def paged_drafts() -> float:
+    return cases.check_paged_drafts(torch.bfloat16)
+
+
+def mixture() -> float:
+    return cases.check_experts(torch.bfloat16, "silu")
+
+
+def clamped() -> float:
+    return cases.check_experts(torch.bfloat16, "clamped with bias")
 
 
 def of_lora() -> float:
@@ -204,6 +224,20 @@ FAULTS: dict[str, InPtx | InSource] = {
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
+    ),
+    "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
+    "invariant: rows that are read without their mask": InSource(
+        invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
+    ),
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
+    ),
+    "invariant: many rows whose inputs are not split": InSource(
+        invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
+    ),
+    "invariant: keys that are split by the number of rows": InSource(
+        triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1
@@ -301,13 +335,71 @@ FAULTS: dict[str, InPtx | InSource] = {
         decode_kernels, "(new_keys < seq_len)", "(new_keys == seq_len - 1)", "RaceFault", drafts
     ),
     "decode_attention: the score of the new key without its scale": InSource(
-        decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+        decode_kernels, "query * seen_key, 0.0), 1) * scale", "query * seen_key, 0.0), 1)", "values", decode_attention
+    ),
+    "drafts: a draft that sees those after it": InSource(
+        decode_kernels, "is_visible = position <= positions", "is_visible = position >= 0", "values", drafts_together
+    ),
+    "drafts: keys of the first row alone are stored": InSource(
+        decode_kernels, "(other < row + num_queries)", "(other < row + 1)", "values", drafts_together
+    ),
+    "drafts: the last program merges the first row alone": InSource(
+        decode_kernels, "range(GROUP * num_queries)", "range(GROUP)", "values", drafts_together
+    ),
+    "drafts: programs without queries end before they wait": InSource(
+        decode_kernels, "    keys = first_key +", "    if num_queries == 0:\n        return\n    keys = first_key +",
+        "DependencyFault", drafts_together, arch=90,
+    ),
+    "drafts: a program that takes the rows of the next sequence": InSource(
+        triton, "tl.where(firsts == first, 1, 0)", "tl.where(firsts >= first, 1, 0)", "RaceFault", paged_drafts
+    ),
+    "drafts: first rows that are read without their mask": InSource(
+        triton, "mask=decodes < num_decodes, other=-1", "", "OutsideFault", paged_drafts
+    ),
+    "drafts: a window from the last query on": InSource(
+        triton, "seq_len - (num_queries - 1) - WINDOW", "seq_len - WINDOW", "values", paged_drafts
     ),
     "decode_linear: a norm over the first tile": InSource(
         decode_kernels, "_sum_of_squares(x + row * x_stride, NUM_IN, TILE)", "tl.sum(a * a, 0)", "values", decode_linear
     ),
     "linear: a sum over parts that nothing orders": InSource(
         linear_kernel, 'sem="acq_rel"', 'sem="relaxed"', "RaceFault", linear("split residual")
+    ),
+    "experts: up that reads the gate's rows": InSource(
+        experts, "starts + NUM_OUT * NUM_IN", "starts", "values", mixture
+    ),
+    "experts: the bias of the first expert": InSource(
+        experts, "bias + first_row + columns", "bias + columns", "values", clamped
+    ),
+    "experts: a gate that is not clamped": InSource(
+        experts, "gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate", "values", clamped
+    ),
+    "experts: the weight of a row's first expert for all": InSource(
+        experts, "tl.load(routing + pair) * own.to", "tl.load(routing + row * TOP_K) * own.to", "values", mixture
+    ),
+    "experts: another row's inputs": InSource(experts, "pair // TOP_K * NUM_IN", "pair * NUM_IN", "OutsideFault", mixture),
+    "experts: a list with a hole": InSource(
+        experts, "own + count + places - 1", "own + count + places", "UnwrittenFault", mixture
+    ),
+    "experts: pairs of others in a list": InSource(experts, "ids, mask=is_own)", "ids)", "OutsideFault", mixture),
+    "experts: a tile that is counted twice": InSource(
+        experts, "(ends <= number)", "(ends < number)", "UnwrittenFault", mixture
+    ),
+    "experts: one tile of each expert": InSource(
+        experts, "(lengths + ROWS - 1) // ROWS", "tl.minimum(lengths, 1)", "UnwrittenFault", mixture
+    ),
+    "experts: lists that are read beyond their end": InSource(
+        experts, "there = places < count", "there = places < count + 1", "UnwrittenFault", mixture
+    ),
+    "experts: columns of down beyond the last": InSource(
+        experts, "mask=there[:, None] & inside[None, :])", "mask=there[:, None])", "OutsideFault", mixture
+    ),
+    "experts: a sum over the wrong pairs": InSource(
+        experts, "row * TOP_K + TOP_K)", "row * TOP_K + TOP_K - 1)", "values", mixture
+    ),
+    "experts: inputs that are multiplied on their way": InPtx("_grouped_kernel", _WAIT, "", "InFlightFault", mixture),
+    "PDL: experts that are read before the router has ended": InPtx(
+        "_few_gated_kernel", _LATER.format("shfl"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", mixture, arch=90
     ),
     "shrink: rows beyond the step that are read": InSource(
         lora, "mask=(used == adapter)[:, None] & within", "mask=within", "OutsideFault", of_lora

@@ -6,6 +6,8 @@ Each function that uses the device is called in a process of its own, because th
 import gc
 import random
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,7 +18,9 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
-from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
+from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError, UnsupportedError
+from nanoinfer.fast import batch_independence
+from nanoinfer.fast.cuda import accelerate
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
@@ -31,7 +35,6 @@ pytestmark = [
 ]
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_window", "gpt_oss_window", "qwen3_5")
-WITH_EXPERTS = ("qwen3_moe", "gpt_oss_window")
 INT8_REQUESTS = ("qwen3", 100), ("gpt2", 7), ("gemma3_window", 20), ("gpt_oss_window", 20), ("qwen3_5", 20)
 SMALL = {family: tiny_models.FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | {
     "gpt2": {"n_head": 2, "n_layer": 1},
@@ -123,13 +126,12 @@ def run_random_requests(family, path, num_requests, **options):
         num_read = sum(bool(call.args[0].rows) for call in launch.call_args_list)
         assert [request.output.outputs[0].token_ids for request in begun] == expected
         assert device.num_synchronized == num_read  # a step reads back once
-        assert all("qwen_moe.py" in wait for wait in device.waits), device.waits
-        assert bool(device.waits) == (family in WITH_EXPERTS)
+        assert device.waits == []
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
         graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
-        assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
+        assert (graphs is None) == (family == "qwen3_5")
         captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
         assert None not in captured
@@ -477,6 +479,30 @@ def a_step_that_goes_on_is_a_replay_and_one_copy_each_way(path):
         assert device.waits == []
 
 
+def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
+    """Alone, beside others in other chunks, and after a prefix hit, in replayed steps. Products that cannot are refused."""
+    plain = partial(accelerate.compile_model, is_invariant=False)
+    with simulated(mock.patch.object(batch_independence, "PROMPT_LENGTHS", (3, 6, 1))) as device:
+        settings = SETTINGS | {"kv_cache_memory": 2**20, "batch_invariant": True}
+        llm = LLM(path, device="sim", **settings)
+        assert llm.batch_independent
+        params = [replace(one, logprobs=2) for one in PARAMS]
+        device.reset_counts()
+        runs = [
+            llm.generate(prompts, asked, use_tqdm=False) for prompts, asked in ((PROMPTS, params), (PROMPTS[:1], params[:1]))
+        ]
+        assert [output.outputs[0].token_ids for output in runs[0]] == expected_tokens(path)
+        assert runs[0][0].outputs[0].logprobs == runs[1][0].outputs[0].logprobs
+        assert runs[1][0].metrics.num_cached_tokens
+        assert device.waits == []
+        assert any(graph.replay.__self__.num_replays for graph in llm.engine.executor.runner.graphs.table.graphs.values())
+        with (
+            mock.patch.object(accelerate, "compile_model", lambda model, is_invariant: plain(model)),
+            pytest.raises(UnsupportedError, match="batch_invariant=True requires rows whose bits do not depend"),
+        ):
+            LLM(path, device="sim", **settings)
+
+
 def the_device_is_refused_unless_a_test_allows_it(path):
     with simulated():
         pass
@@ -498,6 +524,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),
         (the_cache_is_as_large_as_the_devices_memory_allows, "gpt2"),
         (a_step_that_goes_on_is_a_replay_and_one_copy_each_way, "gpt2"),
+        (a_row_has_the_same_bits_in_any_batch_with_batch_invariant, "qwen3"),
         (the_device_is_refused_unless_a_test_allows_it, "gpt2"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -17,7 +17,9 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import Rotation, paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
+from nanoinfer.fast.cuda.experts import KernelExperts
 from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
+from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.fuse import ADD, MULTIPLY, RMS_NORMS, FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
@@ -108,7 +110,7 @@ class RotatedAttention(nn.Module):
             (weight, eps, is_zero_centred), (k_weight, k_eps, is_k) = self.rotation.norm, self.k_rotation.norm
             rotation = Rotation(cos, sin, weight, eps, k_weight, k_eps, self.factor, is_zero_centred or is_k)
             cache, metadata = step.args
-            if decode_kernels.supports_attention(q, metadata):
+            if not step.keywords and decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         q = self.rotation(q, cos, sin)
@@ -127,10 +129,14 @@ class FewRowsLinear(nn.Module):
         super().__init__()
         self.linear, self.activation, self.arrivals = linear, activation, Arrivals()
         self.norm: KernelRMSNorm | None = None
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         linear, norm = self.linear, None if self.norm is None else norm_of(self.norm.norm)
         gate: dict[str, Any] = {} if self.activation is None else {"gated": True, "activation": self.activation}
+        if self.is_invariant:
+            x = x if self.norm is None else self.norm(x)
+            return invariant_linear(x, linear.weight, linear.bias, **gate)
         if decode_kernels.supports(x, linear, norm):
             return decode_linear(x, linear.weight, linear.bias, norm=norm, **gate)
         x = x if self.norm is None else self.norm(x)
@@ -146,12 +152,17 @@ class AddedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
         linear, in_place = self.linear, self.in_place
         if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
             return residual + cast(Tensor, linear(x))
         if residual.is_contiguous():
+            if self.is_invariant:
+                return invariant_linear(
+                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
+                )  # fmt: skip
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
@@ -166,10 +177,12 @@ class AddedLinear(nn.Module):
 Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
 
 
-def compile_for_cuda(trace: Trace, merges: Merges) -> int:
+def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False) -> int:
     """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
 
-    merges: what the model's traces have merged so far, to which this trace adds.
+    Args:
+        merges: what the model's traces have merged so far, to which this trace adds.
+        is_invariant: whether the rows of products have the same bits in any number of rows (invariant.py).
     """
     fuse(trace)
     num_faster = 0
@@ -184,18 +197,22 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, merges)
+        elif isinstance(module, KernelExperts):
+            num_faster += 1
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
-    num_faster += _move_residuals_into_norms(trace)
+            if isinstance(faster, FewRowsLinear | AddedLinear):
+                faster.is_invariant = is_invariant
+    num_faster += _move_residuals_into_norms(trace, is_invariant=is_invariant)
     _move_norms_into_products(trace)
     _add_adapters(trace, merges)
     return num_faster
 
 
-def _move_residuals_into_norms(trace: Trace) -> int:
+def _move_residuals_into_norms(trace: Trace, *, is_invariant: bool) -> int:
     """Let a norm add the residual after it, and the kernels of few rows compute the product before it, as in Gemma 3.
 
     Returns the number of these products.
@@ -215,7 +232,9 @@ def _move_residuals_into_norms(trace: Trace) -> int:
             product = normed.args[0]
             module = trace.module(product)
             if type(module) is FusedLinear and len(module.linears) == 1 and not (module.activation or product.kwargs):
-                product.target = trace.name("kernel", FewRowsLinear(module.linears[0]))
+                faster = FewRowsLinear(module.linears[0])
+                faster.is_invariant = is_invariant
+                product.target = trace.name("kernel", faster)
                 num_products += 1
             break
     return num_products
@@ -248,7 +267,7 @@ def _add_adapters(trace: Trace, merges: Merges) -> None:
 
             product.linear, norm, activation = without_hooks(product.linear), None, None
             if isinstance(product, FewRowsLinear):
-                norm, activation, product.norm, product.activation = product.norm, product.activation, None, None
+                (norm, activation), product.norm, product.activation = (product.norm, product.activation), None, None
             node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, activation))
 
 

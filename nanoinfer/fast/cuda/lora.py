@@ -204,7 +204,7 @@ class AdaptedProduct(nn.Module):
     Args:
         product: computes the layers without their hooks.
         norm: of x. None: there is none.
-        activation: the outputs are a gate and up, and activation(gate) * up is returned. None: there is no gate.
+        activation: of the gate, as FewRowsLinear's. None: there is no gate.
     """
 
     def __init__(
