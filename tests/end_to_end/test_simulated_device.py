@@ -590,6 +590,10 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ("run", "family"),
     [
         (adapters_give_the_tokens_of_the_cpu, "qwen3"),
+        *(
+            pytest.param(adapters_give_the_tokens_of_the_cpu, family, marks=pytest.mark.long)
+            for family in ("gpt2", "gemma3_window")
+        ),
         (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
