@@ -8,6 +8,8 @@ In: the rows of a step, a layer's weights, the KV cache. Out: what the plain mod
     decode_linear      gate and up with the norm before them, silu(gate) * up
     decode_linear      down and the residual
 
+Gemma 3 has two more, the norms after o and down, each of which adds the residual (fused_kernels.py).
+
 With one row a GPU's step is bound by reading weights and by the start of each kernel (2.8 us on an H100). So there are few
 kernels, and each begins with what it can do early, while the one before it still runs (programmatic dependent launch, PDL):
 
