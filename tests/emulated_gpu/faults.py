@@ -226,8 +226,8 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "prefill: the wrong KV head": InSource(triton, "head // (NUM_HEADS // NUM_KV_HEADS)", "head % NUM_KV_HEADS", "values"),
     "decode: a split without keys that writes nothing": InSource(
-        triton, "tl.store(partial_m + where, m, mask=rows < GROUP)",
-        "tl.store(partial_m + where, m, mask=(rows < GROUP) & (first_key < last_key))", "UnwrittenFault",
+        triton, "tl.store(partial_m + where, m, mask=rows < GROUP * num_queries)",
+        "tl.store(partial_m + where, m, mask=(rows < GROUP * num_queries) & (first_key < last_key))", "UnwrittenFault",
         lambda: attention("plain"),
     ),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
