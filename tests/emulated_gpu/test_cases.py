@@ -19,7 +19,7 @@ from tests.emulated_gpu.faults import FAULTS, InSource
 DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 9, "choose": 6, "decode_linear": 4, "decode_attention": 2,
-    "drafts": 2, "experts": 8, "large_experts": 4,
+    "drafts": 2, "experts": 8, "large_experts": 4, "route": 2,
 }  # fmt: skip
 NUM_IN_STEP = {1: 24, 3: 24, 6: 40}  # by the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm
 
@@ -73,7 +73,7 @@ ATTENTION = [f"{{}} {dtype} {{}} {option}" for dtype in DTYPES for option in ("p
 LINEAR = ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
 LONG = {  # what -> cases
     "small kernels": [
-        f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy", "angles")
+        f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "silu_mul", "rotate", "copy", "angles", "route")
     ],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "linear layers of the fewest rows": [

@@ -17,7 +17,7 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
-from nanoinfer.fast.cuda.experts import KernelExperts
+from nanoinfer.fast.cuda.experts import fuse_experts
 from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
@@ -157,15 +157,13 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, merges)
-        elif isinstance(module, KernelExperts):
-            num_faster += 1
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     _move_norms_into_products(trace)
-    return num_faster
+    return num_faster + fuse_experts(trace)
 
 
 def _move_norms_into_products(trace: Trace) -> None:
