@@ -9,6 +9,7 @@ architecture, so kernels are compiled for it, with the types and constants of th
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -34,6 +35,8 @@ from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
+from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -90,7 +93,7 @@ REACH: dict[str, dict[str, str]] = {
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
-        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"), "first_decodes": "grid[0]",
     },
     "_merge_kernel": {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
@@ -99,6 +102,7 @@ REACH: dict[str, dict[str, str]] = {
     "_linear_kernel": LINEAR | {
         "partial": "grid[1] * ROWS * grid[0] * COLUMNS", "num_arrived": "grid[0]",
     },
+    "_invariant_linear_kernel": LINEAR | {"residual": "num_rows * NUM_OUT"},
     "_decode_linear_kernel": LINEAR | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
     "_decode_attention_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + NUM_KV_HEADS * HEAD_DIM",
@@ -106,7 +110,7 @@ REACH: dict[str, dict[str, str]] = {
         "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
         **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
-        **dict.fromkeys(("slots", "seq_lens"), "grid[0]"), "sinks": "NUM_HEADS",
+        **dict.fromkeys(("slots", "seq_lens", "first_decodes"), "grid[0]"), "sinks": "NUM_HEADS",
     },
     "_few_gated_kernel": {
         "x": "grid[1] // TOP_K * NUM_IN", "chosen": "grid[1]", "out": "grid[1] * NUM_OUT",
@@ -126,6 +130,12 @@ REACH: dict[str, dict[str, str]] = {
     },
     "_route_kernel": {
         "scores": "(grid[0] - 1) * stride + NUM_EXPERTS", **dict.fromkeys(("routing", "chosen"), "grid[0] * TOP_K"),
+    },
+    "_shrink_kernel": {
+        "x": "(num_rows - 1) * x_stride + NUM_IN", "indices": "num_rows", "products": "grid[2] * num_rows * NUM_RANKS",
+    },
+    "_expand_kernel": {
+        "products": "NUM_PARTS * num_rows * NUM_RANKS", "indices": "num_rows", "starts": "grid[2] + 1",
     },
     "_angles_kernel": {
         "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
@@ -155,7 +165,8 @@ OF_EXPERTS = {
 }  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
-    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
+    | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
+    | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
@@ -234,14 +245,16 @@ def simulated_gpu(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def plans() -> dict[str, list[tuple[int, int]]]:
-    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first."""
+def plans() -> dict[str, tuple[list[tuple[int, int]], int]]:
+    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first, and the drafts of each."""
     decodes = [(100 + 37 * i, 1) for i in range(16)]
     return {
-        "prefill": [(0, 1), (0, 1100)],
-        "chunks and decodes": [*decodes, (64, 128), (0, 17)],
-        "decode": decodes,
-        "one row": [(3000, 1)],
+        "prefill": ([(0, 1), (0, 1100)], 0),
+        "chunks and decodes": ([*decodes, (64, 128), (0, 17)], 0),
+        "decode": (decodes, 0),
+        "one row": ([(3000, 1)], 0),
+        "drafts": (decodes, 8),
+        "drafts of one sequence": ([(3000, 1)], 3),
     }
 
 
@@ -251,19 +264,21 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
     model.rotary_emb.float()  # as the loader leaves it
-    model = compile_model(model).model
+    models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     cache = KVCache(
         num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
         head_dim=model.config.head_dim, dtype=dtype, device="meta",
     )  # fmt: skip
-    for lengths in plans().values():
-        batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
+    for lengths, num_drafts in plans().values():
+        batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
         attend = TritonBackend().begin_step(cache, batch.attention)
         with torch.inference_mode():
-            for each in (attend, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the second is no backend's
+            others = lambda *heads, **options: attend(*heads, **options)  # noqa: B023, E731  which is no backend's
+            for model, each in itertools.product(models, (attend, others)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
+    run_adapters(model.config.hidden_size, dtype)
     rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
     u, seed, position = (rows.pop(name) for name in ("u", "seeds", "positions"))
     few = {name: rows[name] for name in ("temperature", "top_k", "top_p")}
@@ -272,14 +287,24 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         choose(logits, ParameterColumns(**columns), uniform)
 
 
-def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
+def run_adapters(num_in: int, dtype: torch.dtype) -> None:
+    """Add adapters of rank 64 to three layers, for 40 rows."""
+    mapping, linears = AdapterMapping(4, 64), [nn.Linear(num_in, size, device="meta") for size in (num_in, 320, 320)]
+    for linear in linears:
+        AdaptedLinear(linear, mapping)
+    updates = LowRankUpdates(linears, torch.empty(1, dtype=dtype, device="meta"))
+    mapping.kernels = RowIndices(40, torch.device("meta"))
+    updates(*(torch.empty(40, size, dtype=dtype, device="meta") for size in (num_in, num_in + 640)))
+
+
+def _plan(lengths: list[tuple[int, int]], num_drafts: int, block_size: int) -> StepPlan:
     scheduled = []
     for i, (num_cached, num_new) in enumerate(lengths):
         total = num_cached + num_new
         seq = Sequence(str(i), [1] * total, SamplingParams(), seed=0, max_num_tokens=total + 1)
         seq.num_computed_tokens = num_cached
-        seq.block_table = list(range(-(-total // block_size)))
-        scheduled.append(ScheduledSequence(seq, num_new))
+        seq.block_table = list(range(-(-(total + num_drafts) // block_size)))
+        scheduled.append(ScheduledSequence(seq, num_new, (1,) * num_drafts))
     return StepPlan(tuple(scheduled))
 
 

@@ -23,6 +23,7 @@ KERNELS = {  # a kernel -> its case, by the dtype
     "decode_attention": "decode_attention {} 64 plain", "bound": "draw ties",
     "route": "route {}", **dict.fromkeys(("few_gated", "few_down", "list", "grouped", "sum_pairs"), "experts {} silu"),
     "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",
+    "shrink": "lora {}", "expand": "lora {}",
 }  # fmt: skip
 
 

@@ -24,7 +24,9 @@ from triton.language.extra import libdevice
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
+from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.models.gpt_oss import ClampedSwiGLU
 from nanoinfer.models.layers import SwiGLU
 from nanoinfer.models.qwen_moe import Experts
@@ -33,7 +35,7 @@ from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
-from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
+from tests.helpers.paged_cases import compare, compare_drafts, in_float64, metadata_for, replaced
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -175,6 +177,34 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
         tolerance = terms * _sum_error(num_in + 2)
         largest = max(largest, share(out, *_finished(dtype, expected, tolerance, gated)))
     return largest
+
+
+def check_invariant(dtype: torch.dtype, option: str) -> float:
+    """As check_linear. The rows of 16 rows and of 1 have the bits that they have among 50, in every dtype.
+
+    More inputs than a part of a split layer, and sizes that are no multiples of any tile. The residual leaves little of the
+    product, so that the rounding to 16 bits does not hide the last bits of the sum.
+    """
+    gated, is_split = option == "gated with bias", option == "split residual"
+    num_in, num_out = 4 * linear_kernel.TILE * (1 + is_split) + 80, invariant.COLUMNS + 3
+    generator = _generator()
+    shapes = (50, num_in), ((1 + gated) * num_out, num_in), ((1 + gated) * num_out,)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    weight *= num_in**-0.5
+    residual = -(x.double() @ weight.double().T).to(dtype)
+    arrivals, added = linear_kernel.Arrivals() if is_split else None, bias if gated else residual
+    outs = [
+        invariant.invariant_linear(
+            x[rows], weight, bias if gated else None, gated=gated, residual=None if gated else residual[rows].clone(),
+            in_place=not gated, arrivals=arrivals,
+        )
+        for rows in (slice(0, 50), slice(20, 36), slice(33, 34))
+    ]  # fmt: skip
+    if not torch.equal(outs[0][20:36], outs[1]) or not torch.equal(outs[0][33:34], outs[2]):
+        return float("inf")
+    expected, terms = x.double() @ weight.double().T + added.double(), x.double().abs() @ weight.double().abs().T
+    tolerance = (terms + added.double().abs()) * _sum_error(num_in + 2)
+    return share(outs[0], *_finished(dtype, expected, tolerance, gated))
 
 
 def check_decode_linear(dtype: torch.dtype, option: str) -> float:
@@ -319,6 +349,48 @@ class _Mixture:
         return x @ weight.T + bias, terms * _sum_error(linear.in_features + 2)
 
 
+def check_lora(dtype: torch.dtype) -> float:
+    """u * |out| + scale * |B| @ (u * |s| + g(n + 1) * |A| @ |x| + g(rank + 4) * |s|), where s = A @ x is rounded by u.
+
+    1 row, and 21 of two programs. The second layer is not changed by the first adapter. The last adapter is not finite, which
+    reaches no other row. Sizes are no multiples of the kernels' tiles, ranks have two, and rows are parts of wider ones.
+    """
+    generator, (num_in, sizes, ranks) = _generator(), (lora._PART + 80, (70, 20, 33), (4, 40, 17))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    mapping, linears = AdapterMapping(len(ranks), max(ranks)), [torch.nn.Linear(num_in, size, device="meta") for size in sizes]
+    layers = [AdaptedLinear(linear, mapping) for linear in linears]
+    updates, mapping.kernels, largest = lora.LowRankUpdates(linears, randn(1)), lora.RowIndices(21, torch.device("cpu")), 0.0
+    of: dict[tuple[int, int], LowRankUpdate] = {}
+    for index, rank in enumerate(ranks):
+        for place, layer in enumerate(layers):
+            layer.put(index, LowRankUpdate(randn(rank, num_in), randn(sizes[place], rank), 3.0))  # which is replaced
+            of[index, place] = update = LowRankUpdate(randn(rank, num_in) * num_in**-0.5, randn(sizes[place], rank), 0.5)
+            update.a[0, 0] = float("inf") if index == 2 else 1.0
+            layer.put(index, None if (index, place) == (0, 1) else update)
+    for indices in ([1], [row % 4 - 1 for row in range(21)]):
+        mapping.kernels.set(indices)
+        mapping.kernels.begin(torch.nn.Identity(), (torch.empty(len(indices)),))
+        x, base = randn(len(indices), num_in + 7)[:, :num_in], randn(len(indices), sum(sizes) + 9)
+        out = updates(x, base.clone()[:, : sum(sizes)])
+        for row, index in enumerate(indices):
+            for place, (own, given) in enumerate(zip(out[row].split(sizes), base[row, : sum(sizes)].split(sizes), strict=True)):
+                expected, tolerance = given.double(), torch.zeros(sizes[place], dtype=torch.float64)
+                if index == 2:
+                    continue
+                if index >= 0 and (index, place) != (0, 1):
+                    a, b, scale = of[index, place].a.double(), of[index, place].b.double(), of[index, place].scale
+                    shrunk, terms = a @ x[row].double(), a.abs() @ x[row].double().abs()
+                    expected = expected + scale * (b @ shrunk)
+                    tolerance = b.abs() @ (_rounded(dtype, shrunk) + _sum_error(num_in + 1) * terms) * scale
+                    tolerance += _sum_error(len(a) + 4) * scale * (b.abs() @ shrunk.abs()) + 4 * _E * given.double().abs()
+                    tolerance += _rounded(dtype, expected)
+                largest = max(largest, share(own, expected, tolerance + 1e-30))
+    return largest
+
+
 def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """What becomes of a product's result and tolerance by the gate and the rounding."""
     if not gated:
@@ -453,24 +525,45 @@ def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> fl
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype) -> float:
+def check_drafts(dtype: torch.dtype, are_alone: bool) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
-    generator, lengths = _generator(), [(0, 70), (0, 20)]
-    metadata = metadata_for(lengths, 16, 8, generator)
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance, are_alone=are_alone
+        )  # fmt: skip
+
+
+def check_paged_drafts(dtype: torch.dtype) -> float:
+    """As check_drafts, in three kernels. A program has up to two rows, so three programs share the last sequence's."""
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            triton.TritonBackend(), [(67, 3), (19, 1), (140, 5)], group=12, dtype=dtype, window=70, has_sinks=True,
+            tolerance=_tolerance,
+        )  # fmt: skip
+
+
+def check_invariant_decode(dtype: torch.dtype) -> float:
+    """As check_attention, with a fixed number of splits. Each row has the bits that it has alone."""
+    generator, num_tokens = _generator(), torch.tensor([71, 1, 21])
+    metadata = metadata_for([(0, num) for num in num_tokens.tolist()], 16, 8, generator)
     cache = KVCache(
         num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
     )
-    (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
-    new = torch.tensor([67, 68, 69, 89])
-    is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
-    cache.write(0, metadata.slot_mapping[is_old], k[is_old], v[is_old])
-    rows = replaced(
-        metadata, seq_lens=torch.tensor([68, 69, 70, 20]), block_tables=metadata.block_tables[[0, 0, 0, 1]],
-        slot_mapping=metadata.slot_mapping[new], num_decodes=4,
-    )  # fmt: skip
-    out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
-    parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
-    return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
+    (k, v), q = torch.randn(2, 93, 2, 64, generator=generator).to(dtype), torch.randn(3, 4, 64, generator=generator).to(dtype)
+    cache.write(0, metadata.slot_mapping, k, v)
+    backend, new = triton.TritonBackend(), num_tokens.cumsum(0) - 1
+    backend.num_splits, outs = 4, []
+    for rows in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        step = replaced(
+            metadata, seq_lens=num_tokens[rows], block_tables=metadata.block_tables[rows], num_decodes=len(new[rows]),
+            slot_mapping=metadata.slot_mapping[new[rows]],
+        )  # fmt: skip
+        with mock.patch.object(triton, "_TARGET_PROGRAMS", 4):  # so that the plain number of splits differs
+            outs.append(backend.begin_step(cache, step)(0, q[rows], k[new[rows]], v[new[rows]]))
+    if not torch.equal(outs[0], torch.cat(outs[1:])):
+        return float("inf")
+    parts = zip(outs[1:], q.split(1), k.split(num_tokens.tolist()), v.split(num_tokens.tolist()), strict=True)
+    return max(share(out, in_float64(*given), _tolerance(*given)) for out, *given in parts)
 
 
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -512,13 +605,19 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles), ("route", check_route),
+        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora), ("route", check_route),
     )
     for name, dtype in DTYPES.items()
 } | {
     f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
     for name in ("bfloat16", "float16")  # fp32 is torch's
     for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
+} | {
+    f"invariant {name} {option}": lambda dtype=dtype, option=option: check_invariant(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in ("split residual", "gated with bias")
+} | {
+    f"invariant_decode {name}": lambda dtype=dtype: check_invariant_decode(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
     for name, dtype in DTYPES.items()
@@ -530,7 +629,11 @@ CASES: dict[str, Callable[[], float]] = {
 } | {
     f"large_experts {name}": lambda dtype=DTYPES[name]: check_large_experts(dtype) for name in ("bfloat16", "float16")
 } | {
-    f"drafts {name}": lambda dtype=DTYPES[name]: check_drafts(dtype) for name in ("bfloat16", "float16")
+    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option == "alone")
+    for name in ("bfloat16", "float16")
+    for option in ("together", "alone")
+} | {
+    f"paged_drafts {name}": lambda dtype=dtype: check_paged_drafts(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)

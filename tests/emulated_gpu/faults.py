@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -92,6 +92,10 @@ def linear(option: str) -> Callable[[], float]:
     return lambda: cases.check_linear(torch.float16, option)
 
 
+def invariant_linear(option: str = "split residual") -> float:
+    return cases.check_invariant(torch.float16, option)
+
+
 def draw() -> float:
     return cases.check_draw("ties")
 
@@ -108,8 +112,16 @@ def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
 
-def drafts() -> float:
-    return cases.check_drafts(torch.bfloat16)
+def drafts(are_alone: bool = True) -> float:
+    return cases.check_drafts(torch.bfloat16, are_alone)
+
+
+def drafts_together() -> float:
+    return drafts(False)
+
+
+def paged_drafts() -> float:
+    return cases.check_paged_drafts(torch.bfloat16)
 
 
 def mixture() -> float:
@@ -122,6 +134,10 @@ def route() -> float:
 
 def clamped() -> float:
     return cases.check_experts(torch.bfloat16, "clamped with bias")
+
+
+def of_lora() -> float:
+    return cases.check_lora(torch.bfloat16)
 
 
 def step() -> float:
@@ -193,6 +209,20 @@ FAULTS: dict[str, InPtx | InSource] = {
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
+    ),
+    "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
+    "invariant: rows that are read without their mask": InSource(
+        invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
+    ),
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
+    ),
+    "invariant: many rows whose inputs are not split": InSource(
+        invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
+    ),
+    "invariant: keys that are split by the number of rows": InSource(
+        triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1
@@ -290,7 +320,29 @@ FAULTS: dict[str, InPtx | InSource] = {
         decode_kernels, "(new_keys < seq_len)", "(new_keys == seq_len - 1)", "RaceFault", drafts
     ),
     "decode_attention: the score of the new key without its scale": InSource(
-        decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+        decode_kernels, "query * seen_key, 0.0), 1) * scale", "query * seen_key, 0.0), 1)", "values", decode_attention
+    ),
+    "drafts: a draft that sees those after it": InSource(
+        decode_kernels, "is_visible = position <= positions", "is_visible = position >= 0", "values", drafts_together
+    ),
+    "drafts: keys of the first row alone are stored": InSource(
+        decode_kernels, "(other < row + num_queries)", "(other < row + 1)", "values", drafts_together
+    ),
+    "drafts: the last program merges the first row alone": InSource(
+        decode_kernels, "range(GROUP * num_queries)", "range(GROUP)", "values", drafts_together
+    ),
+    "drafts: programs without queries end before they wait": InSource(
+        decode_kernels, "    keys = first_key +", "    if num_queries == 0:\n        return\n    keys = first_key +",
+        "DependencyFault", drafts_together, arch=90,
+    ),
+    "drafts: a program that takes the rows of the next sequence": InSource(
+        triton, "tl.where(firsts == first, 1, 0)", "tl.where(firsts >= first, 1, 0)", "RaceFault", paged_drafts
+    ),
+    "drafts: first rows that are read without their mask": InSource(
+        triton, "mask=decodes < num_decodes, other=-1", "", "OutsideFault", paged_drafts
+    ),
+    "drafts: a window from the last query on": InSource(
+        triton, "seq_len - (num_queries - 1) - WINDOW", "seq_len - WINDOW", "values", paged_drafts
     ),
     "decode_linear: a norm over the first tile": InSource(
         decode_kernels, "_sum_of_squares(x + row * x_stride, NUM_IN, TILE)", "tl.sum(a * a, 0)", "values", decode_linear
@@ -351,6 +403,23 @@ FAULTS: dict[str, InPtx | InSource] = {
     "experts: inputs that are multiplied on their way": InPtx("_grouped_kernel", _WAIT, "", "InFlightFault", mixture),
     "PDL: experts that are read before the router has ended": InPtx(
         "_few_gated_kernel", _LATER.format("shfl"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", mixture, arch=90
+    ),
+    "shrink: rows beyond the step that are read": InSource(
+        lora, "mask=(used == adapter)[:, None] & within", "mask=within", "OutsideFault", of_lora
+    ),
+    "shrink: an adapter that reaches the rows of others": InSource(
+        lora, "tl.where((used == adapter)[:, None], product, total)", "total + product", "values", of_lora
+    ),
+    "shrink: a part of the inputs that no program has": InSource(
+        lora, "triton.cdiv(num_in, _PART), min", "num_in // _PART, min", "values", of_lora
+    ),
+    "shrink: no wait for the rows": InPtx("_shrink_kernel", _WAIT, "", "InFlightFault", of_lora),
+    "expand: the outputs of the next layer": InSource(
+        lora, "columns < tl.load(starts + layer + 1)", "columns >= 0", "OutsideFault", of_lora
+    ),
+    "expand: the products of the first layer for all": InSource(lora, "layer * RANK + ", "", "values", of_lora),
+    "expand: rows without an adapter that are read": InSource(
+        lora, "+ at, mask=is_used, other=0.0", "+ at", "OutsideFault", of_lora
     ),
     "linear: no barrier after fragments are put in shared memory": InPtx(
         "_linear_kernel", r"(stmatrix[^;]*;(?s:.*?))bar\S+\s+[-0]\d*;", r"\1", "RaceFault", linear("gated"), arch=90

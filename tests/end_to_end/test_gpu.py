@@ -19,7 +19,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
-from tests.helpers import tiny_models
+from tests.helpers import lora_adapters, tiny_models
 from tests.helpers.paged_cases import compare
 from tests.helpers.sampling_rows import sampling_by
 
@@ -95,6 +95,34 @@ def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path
     assert recorded == plain == greedy(path, device="cpu")[0]
 
 
+def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_path):
+    """Three adapters take turns in two places."""
+    path, answers = tiny_models.save("qwen3", tmp_path), []
+    requests = [None, *lora_adapters.write_requests(path, tmp_path, (2, 4, 3)), None]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(path), device=device, kv_cache_memory=2**26, enable_lora=True, max_loras=2, max_lora_rank=4)
+        outputs = llm.generate([*PROMPTS, PROMPTS[2]], params, use_tqdm=False, lora_request=requests)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+    assert answers[0] == answers[1]
+
+
+def test_an_engine_that_has_slept_gives_the_same_tokens(tmp_path):
+    path, free = tiny_models.save("qwen3", tmp_path), torch.cuda.mem_get_info
+    tokens, llm = greedy(path, device="cuda")
+    for level in (1, 2):
+        before = free()[0]
+        llm.sleep(level)
+        assert free()[0] - before > 0.9 * llm.engine.executor.info.num_cache_bytes
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights_from_path(str(path))
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)] == tokens
+        assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+
+
 ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 5, "top_p": 0.8}]
 
 
@@ -127,6 +155,28 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
         tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
         assert not is_recorded or llm.engine.executor.sampler.routes[0].table.graphs
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_with_batch_invariant_a_prompt_has_the_same_log_probabilities_alone_and_beside_others(dtype, tmp_path):
+    """Also after a prefix hit. 40 prompts are a step of more rows than a tile has, and 1 of the fewest."""
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=1024, intermediate_size=1536)
+    llm = LLM(str(path), device="cuda", dtype=dtype, batch_invariant=True, chunk_size=64, kv_cache_memory=2**28)
+    assert llm.batch_independent
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=2)
+
+    def found(prompts):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs]
+
+    assert found(PROMPTS * 10) == [found([prompt])[0] for prompt in PROMPTS] * 10
+    later = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=2)
+    hit, missed = (
+        one.generate([PROMPTS[-1]], later, use_tqdm=False)[0]
+        for one in (llm, LLM(str(path), device="cuda", dtype=dtype, batch_invariant=True, kv_cache_memory=2**28))
+    )
+    assert hit.metrics.num_cached_tokens
+    assert hit.outputs[0].logprobs == missed.outputs[0].logprobs
 
 
 def test_more_cache_than_there_is_memory_says_what_to_lower(tmp_path):

@@ -139,6 +139,52 @@ def compare(
     return (difference / torch.cat(tolerances)).nan_to_num(nan=float("inf")).max().item()
 
 
+def compare_drafts(
+    backend, sequences, *, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32, window=None, has_sinks=False,
+    tolerance=None, are_alone=False, device="cpu",
+):  # fmt: skip
+    """As compare, for a step of decodes: the tokens in the cache and the decodes of each sequence, of which most are drafts.
+
+    It is infinite if a decode's keys and values are not in their slots.
+
+    are_alone: whether the backend does not know which decodes are of one sequence.
+    """
+    generator, num_blocks = torch.Generator().manual_seed(0), sum(-(-(old + new) // 16) for old, new in sequences)
+    chunks = metadata_for(sequences, 16, num_blocks, generator, device)
+    numbers = [new for _, new in sequences]
+    firsts = [first for first, new in zip(chunks.query_start_loc_cpu, numbers, strict=False) for _ in range(new)]
+    lengths = [old + i + 1 for old, new in sequences for i in range(new)]
+    cache = KVCache(
+        num_layers=1, num_blocks=num_blocks, block_size=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
+        device=device, layout=backend.layout,
+    )  # fmt: skip
+    options = {} if window is None else {"window": window}
+    if has_sinks:
+        options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device, dtype)
+    given, tolerances = [], []
+    for (old, new), table in zip(sequences, chunks.block_tables.tolist(), strict=True):
+        k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+        q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
+        slots = torch.tensor([table[i // 16] * 16 + i % 16 for i in range(old)], dtype=torch.int64, device=device)
+        cache.write(0, slots, k[:old], v[:old])
+        given.append((q, k[old:], v[old:], in_float64(q, k, v, **options)))
+        tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
+    rows = replaced(
+        chunks, query_start_loc=torch.arange(len(lengths) + 1, device=device),
+        seq_lens=torch.tensor(lengths, device=device),
+        block_tables=chunks.block_tables.repeat_interleave(torch.tensor(numbers, device=device), dim=0), max_query_len=1,
+        num_decodes=len(lengths), query_start_loc_cpu=list(range(len(lengths) + 1)), seq_lens_cpu=lengths,
+        first_decodes=None if are_alone else torch.tensor(firsts, device=device),
+        max_num_decodes=1 if are_alone else max(numbers),
+    )  # fmt: skip
+    q, k, v, expected = (torch.cat(parts) for parts in zip(*given, strict=True))
+    out = backend.begin_step(cache, rows)(0, q, k, v, **options)
+    slots = rows.slot_mapping
+    are_stored = all(torch.equal(p[slots // 16, slots % 16], new) for p, new in zip(cache.by_slot(0), (k, v), strict=True))
+    difference = (out.double() - expected).abs() / torch.cat(tolerances)
+    return difference.nan_to_num(nan=float("inf")).max().item() if are_stored else float("inf")
+
+
 def check_poison_free_reuse(path, backend, **settings):
     """A request whose hidden values are not finite ends with "error". Those beside it and after it are not touched.
 

@@ -254,9 +254,10 @@ def route_by_kernel(
 class KernelExperts(Untraced):
     """Experts in kernels. The plain layers' weights become views of its weights."""
 
-    def __init__(self, experts: Experts) -> None:
-        """experts: those that `supports` accepts."""
+    def __init__(self, experts: Experts, *, is_invariant: bool = False) -> None:
+        """experts: those that `supports` accepts. is_invariant: whether all numbers of rows have the same kernels and tiles."""
         super().__init__()
+        self.is_invariant = is_invariant
         mlps = cast(Sequence[SwiGLU], experts)
         first = mlps[0]
         self.activation = (first.alpha, first.limit) if isinstance(first, ClampedSwiGLU) else (None, None)
@@ -280,7 +281,8 @@ class KernelExperts(Untraced):
             return residual + self.weighted_sum(x, weights, chosen).to(x.dtype)
         residual = None if residual is None else residual.contiguous()
         out = x.new_empty(x.shape, dtype=torch.float32) if residual is None else torch.empty_like(x)
-        (self._of_few if len(x) <= MAX_ROWS else self._of_many)(x, weights, chosen, residual, out)
+        is_few = len(x) <= MAX_ROWS and not self.is_invariant
+        (self._of_few if is_few else self._of_many)(x, weights, chosen, residual, out)
         return out
 
     def _of_few(self, x: Tensor, weights: Tensor, chosen: Tensor, residual: Tensor | None, out: Tensor) -> None:
@@ -313,7 +315,8 @@ class KernelExperts(Untraced):
     ) -> None:
         """Compute all pairs' rows of `out`, with as many programs as there are tiles at most."""
         num_pairs, num_out = out.shape
-        sizes = _LARGE if num_pairs >= _LARGE[0] * self.num_experts else _SMALL
+        is_large = num_pairs >= _LARGE[0] * self.num_experts and not self.is_invariant
+        sizes = _LARGE if is_large else _SMALL
         rows, columns, tile, num_warps, num_stages = sizes if x.element_size() == 2 and uses_tensor_cores() else _IN_FP32
         num_tiles = triton.cdiv(num_pairs, rows) + min(num_pairs, self.num_experts)
         _grouped_kernel[(num_tiles, triton.cdiv(num_out, columns))](
@@ -381,9 +384,9 @@ def _sum_with_residual(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (rounded, cast(fx.Node, residual)) if is_known else None
 
 
-def replace_experts(model: nn.Module) -> None:
-    """Let the kernels compute the experts of a copied model (trace.copied)."""
+def replace_experts(model: nn.Module, *, is_invariant: bool) -> None:
+    """Let the kernels compute the experts of a copied model (trace.copied). is_invariant: as in KernelExperts."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Experts) and supports(child):
-                parent.register_module(name, KernelExperts(child))
+                parent.register_module(name, KernelExperts(child, is_invariant=is_invariant))

@@ -39,6 +39,7 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, CapturedGraphs, StepGraphs, capture_sizes
 from nanoinfer.fast.sampling.cuda_graphs import INPUTS, PREPARED, SamplerGraphs, inputs_read
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
+from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, columns_and_groups, is_stateful_row
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -51,6 +52,7 @@ from nanoinfer.system.transfer import integers_on_device
 IDS, POSITIONS, LENGTHS, SLOTS, SEEDS, STEPS = range(6)  # the rows of SteadyBatch.numbers
 COUNTERS = slice(POSITIONS, SLOTS + 1)  # those that a step advances
 Rows = tuple[tuple[Sequence, int], ...]  # StepPlan.rows
+NO_GRAPH = CapturedGraph(lambda: None, torch.empty(0))
 
 
 # ---- the host
@@ -141,7 +143,7 @@ class SteadyExecutor(LocalExecutor):
         self.batch = SteadyBatch(self, config.max_num_rows, graphs.capture, on_first_use=graphs.on_first_use)
         self._rows: Rows | None = None  # those of the plan that the batch follows
         self._other_rows: Rows | None = None  # those of the last plan that it does not
-        self._graph: CapturedGraph
+        self._graph = NO_GRAPH
         self._outputs: list[SequenceOutput] = []
         if config.cudagraph_capture == "load":
             with torch.inference_mode(), self._in_step():
@@ -150,10 +152,12 @@ class SteadyExecutor(LocalExecutor):
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         start = time.perf_counter()
         with torch.inference_mode(), self._in_step():
+            self._sample_late()
             if plan.rows is self._rows:
                 self.batch.begin_blocks()
             elif plan.rows is self._other_rows or not self._follow(plan, previous):
-                self._rows, self._other_rows = None, plan.rows
+                may_follow = any(seq.params.min_tokens for seq, _ in plan.rows)  # once the answers are long enough
+                self._rows, self._other_rows = None, None if may_follow else plan.rows
                 return super().launch(plan, previous)
             filled = time.perf_counter()
             self._graph.replay()
@@ -177,6 +181,11 @@ class SteadyExecutor(LocalExecutor):
     def capture_next(self) -> bool:
         with torch.inference_mode(), self._in_step():
             return self.batch.table.capture_next() or super().capture_next()
+
+    def drop_graphs(self) -> None:
+        super().drop_graphs()
+        self.batch.table.drop()
+        self._rows, self._graph = None, NO_GRAPH
 
     def _follow(self, plan: StepPlan, previous: LaunchedStep | None) -> bool:
         """Let the rows of the batch become those of another plan. Returns False if they cannot."""
@@ -349,12 +358,13 @@ class SteadyBatch:
 
 def _reads_more(seq: Sequence) -> bool:
     """Whether more of a sequence's next step is read than its token, or more than its parameters decides it."""
-    return bool(is_stateful_row(seq) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
+    num_output = seq.num_tokens - len(seq.prompt_token_ids)
+    return bool(is_stateful_row(seq, num_output) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
 
 
 def supports_steady_steps(runtime: Runtime, config: EngineConfig) -> bool:
     """Whether SteadyExecutor may run captured steps: a single device, and nothing of a user or of drafts in them."""
     has_graphs = any(isinstance(route, SamplerGraphs) for route in runtime.routes)
-    is_plain = not runtime.wrappers and runtime.sizes.windows == (None,)
+    is_plain = {*runtime.wrappers} <= {InvariantRunner} and runtime.sizes.windows == (None,)  # which changes prompts alone
     has_others = config.stages or config.logits_processors or config.tracer or config.speculative
     return has_graphs and is_plain and not has_others

@@ -44,6 +44,7 @@ def test_a_row_has_the_same_bits_among_other_rows_and_however_many_pairs_are_lis
     kernels, given = KernelExperts(mixture()), routed(40)
     together = kernels(*given)
     assert torch.equal(together[3:9], kernels(*(tensor[3:9] for tensor in given)))
+    assert torch.equal(together[3:4], KernelExperts(mixture(), is_invariant=True)(*(tensor[3:4] for tensor in given)))
     monkeypatch.setattr(experts, "_LISTED", 16)
     assert torch.equal(together, kernels(*given))
 
