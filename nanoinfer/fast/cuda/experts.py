@@ -37,7 +37,8 @@ from nanoinfer.models.layers import Hidden, SwiGLU, Untraced
 from nanoinfer.models.qwen_moe import Experts, route
 
 _TILE_BYTES = 2**14  # weights that a program of few rows loads at a time
-_MAX_TILE = 4096  # inputs at a time
+# Inputs at a time. A thread has several, or its product in fp32 would be fused with the sum over threads, which then differ.
+_MIN_TILE, _MAX_TILE = 256, 4096
 _MIN_PROGRAMS = 512  # about four for each processor of an H100
 _LISTED = 1024  # pairs at a time
 # Pairs and columns of a program, inputs at a time, warps and stages. Experts with many pairs have the larger tiles.
@@ -331,8 +332,8 @@ def _columns_and_tile(num_out: int, num_in: int, num_bytes: int, num_others: int
 
     num_bytes: of the weights of an input and a column. num_others: the programs with the same columns.
     """
-    tile = min(triton.next_power_of_2(num_in), _MAX_TILE)
-    columns = max(_TILE_BYTES // (tile * num_bytes), 1)
+    tile = min(max(triton.next_power_of_2(num_in), _MIN_TILE), _MAX_TILE)
+    columns = max(_TILE_BYTES // (tile * triton.next_power_of_2(num_bytes)), 1)
     while columns > 1 and triton.cdiv(num_out, columns) * num_others < _MIN_PROGRAMS:
         columns //= 2
     return columns, tile

@@ -49,6 +49,14 @@ def test_a_row_has_the_same_bits_among_other_rows_and_however_many_pairs_are_lis
     assert torch.equal(together, kernels(*given))
 
 
+def test_sizes_of_tiles_are_powers_of_two_however_many_experts_a_row_has():
+    sizes = [
+        experts._columns_and_tile(size, inner, 2 * k, 1) for size in (9000, 300) for inner in (70, 768) for k in range(1, 11)
+    ]
+    assert all(number & (number - 1) == 0 < number for pair in sizes for number in pair)
+    assert max(columns for columns, _ in sizes) > 1
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is off")
 def test_few_rows_have_two_launches_and_more_have_four():
     kernels, found = KernelExperts(mixture()), {}
