@@ -142,6 +142,10 @@ def mixture() -> float:
     return cases.check_experts(torch.bfloat16, "silu")
 
 
+def route() -> float:
+    return cases.check_route(torch.bfloat16)
+
+
 def clamped() -> float:
     return cases.check_experts(torch.bfloat16, "clamped with bias")
 
@@ -435,6 +439,24 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "experts: columns of down beyond the last": InSource(
         experts, "mask=there[:, None] & inside[None, :])", "mask=there[:, None])", "OutsideFault", mixture
+    ),
+    "experts: a residual that is added twice": InSource(
+        experts, "total += tl.load(residual", "total += 2 * tl.load(residual", "values", clamped
+    ),
+    "route: an expert that is chosen again": InSource(
+        experts, "is_left = is_left & (experts != expert)", "is_left = is_left", "values", route
+    ),
+    "route: NaN that is hidden": InSource(
+        experts, 'tl.where(is_bad, float("nan"), exponential / total)', "exponential / total", "values", route
+    ),
+    "route: a softmax over the experts that are left": InSource(
+        experts, "if NORMED else exponential, 0)", "if NORMED else tl.where(is_left, exponential, 0.0), 0)", "values", route
+    ),
+    "route: the second of equal scores": InSource(
+        experts, "experts, EXPERTS), 0)", "EXPERTS - 1 - experts, EXPERTS), 0)", "values", route
+    ),
+    "route: rows that are packed": InSource(
+        experts, "row * stride + experts", "row * NUM_EXPERTS + experts", "OutsideFault", route
     ),
     "experts: a sum over the wrong pairs": InSource(
         experts, "row * TOP_K + TOP_K)", "row * TOP_K + TOP_K - 1)", "values", mixture

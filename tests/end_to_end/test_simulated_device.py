@@ -280,7 +280,7 @@ def test_tokens_and_caches_of_replayed_steps_are_those_of_eager_steps(family, nu
     in_own_process(run_loads, save(family, tmp_path), num_loads)
 
 
-def run_counted(path, num_layers):
+def run_counted(path, num_layers, expected, per_layer):
     """What the graph of a steady step of one row launches. Its function is run once more, and counted."""
     params = SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=3, ignore_eos=True, detokenize=False)
     with simulated() as device:
@@ -289,15 +289,22 @@ def run_counted(path, num_layers):
         [step] = [graph for key, graph in llm.engine.executor.batch.table.graphs.items() if key[0] == 1]
         device.reset_counts()
         step.replay.__self__.run()
-        launched = {name: num for name, num in device.launched.items() if name.startswith("_decode")}
-        assert launched == {"_decode_linear_kernel": 4 * num_layers, "_decode_attention_kernel": num_layers}
+        assert {name: device.launched[name] for name in expected} == {name: n * num_layers for name, n in expected.items()}
         # the embedding, the angles, the last norm, the head, four kernels of the draw, two of the advance
-        assert sum(device.launched.values()) == 5 * num_layers + 10, device.launched
+        assert sum(device.launched.values()) == per_layer * num_layers + 10, device.launched
 
 
-def test_a_step_of_one_row_has_five_kernels_a_layer_and_ten_more(tmp_path):
+# A norm that two products read, and the product of the router are kernels of their own.
+WITH_EXPERTS = dict.fromkeys(("_route_kernel", "_few_gated_kernel", "_few_down_kernel"), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "per_layer"),
+    [("qwen3", {"_decode_linear_kernel": 4, "_decode_attention_kernel": 1}, 5), ("qwen3_moe", WITH_EXPERTS, 8)],
+)
+def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_ten_more(family, expected, per_layer, tmp_path):
     """Qwen3-0.6B has 28 layers, so its step has 150 kernels."""
-    in_own_process(run_counted, save("qwen3", tmp_path, num_hidden_layers=3), 3)
+    in_own_process(run_counted, save(family, tmp_path, num_hidden_layers=3), 3, expected, per_layer)
 
 
 def run_drafts(path, config):
