@@ -34,6 +34,8 @@ from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache
+from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
@@ -128,7 +130,7 @@ DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
     | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
-    | dict.fromkeys(("temperature", "min_p"), torch.float32)
+    | dict.fromkeys(("temperature", "min_p", "k_scales", "v_scales"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
     | {"greedy": torch.bool}
     | dict.fromkeys(("first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
@@ -149,8 +151,9 @@ class Launch:
         """Raise AssertionError if the grid or an argument is not what the kernel assumes."""
         assert all(1 <= size <= limit for size, limit in zip(self.grid, MAX_GRID, strict=False)), (self.kernel, self.grid)
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        dtypes = DTYPES | (dict.fromkeys(("k_pages", "v_pages"), torch.int8) if "k_scales" in tensors else {})
         for name, tensor in tensors.items():
-            assert tensor.dtype is DTYPES.get(name, dtype), (self.kernel, name, tensor.dtype)
+            assert tensor.dtype is dtypes.get(name, dtype), (self.kernel, name, tensor.dtype)
             assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
         for name, formula in REACH[self.kernel].items():
             if name not in tensors:  # it is optional
@@ -226,15 +229,17 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = layer.mlp.experts[0]
     model = compile_model(model).model
-    cache = KVCache(
-        num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim, dtype=dtype, device="meta",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
+        "device": "meta",
+    }  # fmt: skip
+    cache = KVCache(**sizes, head_dim=model.config.head_dim, dtype=dtype)
+    int8_cache = SplitInt8Cache(**sizes, head_dim=model.config.head_dim + SCALE_BYTES, dtype=torch.int8)
     for lengths in plans().values():
         batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
-        attend = TritonBackend().begin_step(cache, batch.attention)
+        attend, in_int8 = (TritonBackend().begin_step(each, batch.attention) for each in (cache, int8_cache))
         with torch.inference_mode():
-            for each in (attend, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the second is no backend's
+            for each in (attend, in_int8, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the last is no backend's
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
@@ -276,6 +281,8 @@ def resources(compiled: Any) -> dict[str, int]:
 def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict[tuple[str, str, str], dict[str, int]]:
     """Compile the launches of models and check them. Return a kernel's largest resources by (kernel, dtype, model).
 
+    A kernel that reads or writes a cache of 8 bits counts as another one.
+
     Raises:
         AssertionError: a kernel that needs more than the architecture has, is launched with wrong arguments, or not at all.
     """
@@ -293,7 +300,8 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"
             for launch in {launch.compiled.hash: launch for launch in launches}.values():
-                key = launch.kernel, str(dtype).removeprefix("torch."), name
+                kernel = launch.kernel + " of int8" * (launch.arguments.get("k_scales") is not None)
+                key = kernel, str(dtype).removeprefix("torch."), name
                 used = resources(launch.compiled)
                 found[key] = {part: max(count, found.get(key, used)[part]) for part, count in used.items()}
                 assert used["shared"] <= 1024 * KB_OF_SHARED_MEMORY[arch], (key, used)

@@ -11,6 +11,7 @@ A case returns its largest error as a share of the tolerance, which must be at m
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache, numbers_of, quantized_heads
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
@@ -33,7 +35,10 @@ from tests.helpers.paged_cases import compare, in_float64, metadata_for, replace
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
-OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 40}, "window and sinks": {"window": 40, "has_sinks": True},
+    "int8": {"window": 40, "has_sinks": True, "in_int8": True},
+}  # fmt: skip
 EPS = 1e-6
 # (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
 DECODES = [(290, 1), (0, 1), (15, 1), (64, 1)]
@@ -62,6 +67,27 @@ def check_store(dtype: torch.dtype) -> float:
     # v is a view, as a fused projection gives it.
     assert triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *pages, slots) is k
     return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
+
+
+def check_store_int8(dtype: torch.dtype, num_tokens: int = 6) -> float:
+    """Compare integers and scales with the definition's, to the bit. Heads that are not finite, or 0, and numbers of all sizes.
+
+    In fp32 some numbers are in the middle of two integers, of which the even one is stored.
+    """
+    sizes_of_heads = 2.0 ** torch.linspace(-20, 14, 2 * num_tokens * 3).view(2, num_tokens, 3, 1)
+    k, v = (torch.randn(2, num_tokens, 3, 80, generator=_generator()) * sizes_of_heads).to(dtype)
+    k[1, 0], v[3, 1, 5], k[4, 2, 7] = 0, float("inf"), float("nan")
+    if dtype is torch.float32:
+        k[2], k[2, :, ::7] = 127, torch.arange(12) + 0.5
+    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 3, "head_dim": 80 + 4, "dtype": torch.int8}
+    (cache, expected), slots = (
+        (SplitInt8Cache(**sizes) for _ in range(2)),
+        torch.randperm(64, generator=_generator())[:num_tokens],
+    )
+    expected.write(0, slots, k, v)
+    triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *cache.layer(0), slots, *cache.scales(0))
+    pairs = [*zip(cache.pages, expected.pages, strict=True)]
+    return 0.0 if all(torch.equal(one.nan_to_num(-9), other.nan_to_num(-9)) for one, other in pairs) else float("inf")
 
 
 def check_rms_norm(dtype: torch.dtype) -> float:
@@ -303,11 +329,10 @@ def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Seq
 
     lengths: the tokens in the cache and the new tokens of each sequence.
     """
-    window, has_sinks = OPTIONS[option]
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):  # two splits, which have several tiles
         return compare(
             triton.TritonBackend(), lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
-            window=window, has_sinks=has_sinks, packed=True, tolerance=_tolerance,
+            packed=True, tolerance=_tolerance, **OPTIONS[option],
         )  # fmt: skip
 
 
@@ -334,21 +359,21 @@ class _DecodeAttention:
 
 def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> float:
     """As check_attention, of a step's decodes in one kernel, whose last programs merge."""
-    window, has_sinks = OPTIONS[option]
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
         return compare(
             _DecodeAttention(), DECODES, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
-            window=window, has_sinks=has_sinks, tolerance=_tolerance,
+            tolerance=_tolerance, **OPTIONS[option],
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype) -> float:
+def check_drafts(dtype: torch.dtype, in_int8: bool) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
     generator, lengths = _generator(), [(0, 70), (0, 20)]
     metadata = metadata_for(lengths, 16, 8, generator)
-    cache = KVCache(
-        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
-    )
+    cache = (SplitInt8Cache if in_int8 else KVCache)(
+        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64 + 4 * in_int8,
+        dtype=torch.int8 if in_int8 else dtype,
+    )  # fmt: skip
     (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
     new = torch.tensor([67, 68, 69, 89])
     is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
@@ -358,6 +383,8 @@ def check_drafts(dtype: torch.dtype) -> float:
         slot_mapping=metadata.slot_mapping[new], num_decodes=4,
     )  # fmt: skip
     out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
+    if in_int8:
+        k, v = numbers_of(quantized_heads(k)), numbers_of(quantized_heads(v))
     parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
     return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
 
@@ -400,7 +427,7 @@ def _generator() -> torch.Generator:
 CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
-        ("store", check_store), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
+        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
         ("copy", check_copy), ("angles", check_angles),
     )
     for name, dtype in DTYPES.items()
@@ -413,7 +440,9 @@ CASES: dict[str, Callable[[], float]] = {
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm")
 } | {
-    f"drafts {name}": lambda dtype=DTYPES[name]: check_drafts(dtype) for name in ("bfloat16", "float16")
+    f"drafts {name}{kind}": lambda dtype=DTYPES[name], kind=kind: check_drafts(dtype, kind == " int8")
+    for name in ("bfloat16", "float16")
+    for kind in ("", " int8")
 } | {
     f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)

@@ -109,7 +109,7 @@ def decode_attention() -> float:
 
 
 def drafts() -> float:
-    return cases.check_drafts(torch.bfloat16)
+    return cases.check_drafts(torch.bfloat16, in_int8=False)
 
 
 def step() -> float:
