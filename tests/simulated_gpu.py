@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -34,11 +34,14 @@ from nanoinfer.attention.triton import TritonBackend, copy_blocks
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
+from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.int8_cache.cache import SplitInt8Cache
 from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
+from nanoinfer.models.qwen_moe import QwenMoeForCausalLM
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
@@ -66,6 +69,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
                                         "num_local_experts": 32, "num_experts_per_tok": 4,
                                         "rope_parameters": {"rope_type": "default"}}),
+    "Qwen3-30B-A3B": (QwenMoeForCausalLM, {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                                           "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                                           "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                                           "norm_topk_prob": True}),
 }  # fmt: skip
 COMMON = {"vocab_size": 1000, "num_hidden_layers": 1, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
 
@@ -87,7 +94,7 @@ REACH: dict[str, dict[str, str]] = {
     "_prefill_kernel": {"query_start_loc": "first_seq + grid[0] + 1", "seq_lens": "first_seq + grid[0]"},
     "_decode_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM",
-        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
+        **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"), "first_decodes": "grid[0]",
     },
     "_merge_kernel": {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
@@ -103,7 +110,27 @@ REACH: dict[str, dict[str, str]] = {
         "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
         **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
-        **dict.fromkeys(("slots", "seq_lens"), "grid[0]"), "sinks": "NUM_HEADS",
+        **dict.fromkeys(("slots", "seq_lens", "first_decodes"), "grid[0]"), "sinks": "NUM_HEADS",
+    },
+    "_few_gated_kernel": {
+        "x": "grid[1] // TOP_K * NUM_IN", "chosen": "grid[1]", "out": "grid[1] * NUM_OUT",
+    },
+    "_few_down_kernel": {
+        "x": "grid[1] * TOP_K * NUM_IN", **dict.fromkeys(("chosen", "routing"), "grid[1] * TOP_K"),
+        "mixed": "grid[1] * NUM_OUT",
+    },
+    "_list_kernel": {"chosen": "num_rows * TOP_K", "counts": "grid[0]", "pairs": "grid[0] * num_rows"},
+    "_grouped_kernel": {
+        "x": "num_rows * (1 if GATED else TOP_K) * NUM_IN", "weight": "NUM_EXPERTS * (1 + GATED) * NUM_OUT * NUM_IN",
+        "bias": "NUM_EXPERTS * (1 + GATED) * NUM_OUT", "out": "num_rows * TOP_K * NUM_OUT", "counts": "NUM_EXPERTS",
+        "pairs": "NUM_EXPERTS * num_rows",
+    },
+    "_sum_pairs_kernel": {"x": "grid[0] * TOP_K * SIZE", "routing": "grid[0] * TOP_K", "mixed": "grid[0] * SIZE"},
+    "_shrink_kernel": {
+        "x": "(num_rows - 1) * x_stride + NUM_IN", "indices": "num_rows", "products": "grid[2] * num_rows * NUM_RANKS",
+    },
+    "_expand_kernel": {
+        "products": "NUM_PARTS * num_rows * NUM_RANKS", "indices": "num_rows", "starts": "grid[2] + 1",
     },
     "_angles_kernel": {
         "positions": "grid[0]", "inv_freq": "HALF", **dict.fromkeys(("cos", "sin"), "grid[0] * 2 * HALF"),
@@ -126,14 +153,19 @@ REACH: dict[str, dict[str, str]] = {
         **ROWS,
     },
 }  # fmt: skip
+WITH_EXPERTS = "gpt-oss-20b", "Qwen3-30B-A3B"
+# The first two read nothing early, because an earlier kernel has chosen the experts.
+OF_EXPERTS = {"_few_gated_kernel", "_few_down_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"}
 DTYPES = (  # of parameters by name. All others have the model's dtype
-    dict.fromkeys(("slots", "sources", "targets", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
-    | dict.fromkeys(("bounds", "top_k", "seeds", "positions"), torch.int64)
+    dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
+    | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
+    | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p", "k_scales", "v_scales"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
+    | dict.fromkeys(("routing", "mixed"), torch.float32)
     | {"greedy": torch.bool}
-    | dict.fromkeys(("first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
+    | dict.fromkeys(("counts", "pairs", "first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
     | dict.fromkeys(("inv_freq", "partial"), torch.float32)
 )
 
@@ -168,7 +200,7 @@ class Launch:
             assert "st.global" not in reads, "a block is written before all are read"
         if self.arguments.get("PDL"):
             before, _, after = self.compiled.asm["ptx"].partition("griddepcontrol.wait")
-            assert "ld.global" in before, "nothing is loaded while the kernel before still runs"
+            assert self.kernel in OF_EXPERTS or "ld.global" in before, "nothing is loaded while the kernel before still runs"
             assert "st.global" in after, "the kernel does not wait"
             assert not re.search(r"st\.global|atom\.|\bbra\b|\bret;", before), "the kernel writes or ends before it waits"
 
@@ -208,14 +240,16 @@ def simulated_gpu(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-def plans() -> dict[str, list[tuple[int, int]]]:
-    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first."""
+def plans() -> dict[str, tuple[list[tuple[int, int]], int]]:
+    """Steps: the tokens in the cache and the new tokens of each sequence, single tokens first, and the drafts of each."""
     decodes = [(100 + 37 * i, 1) for i in range(16)]
     return {
-        "prefill": [(0, 1), (0, 300)],
-        "chunks and decodes": [*decodes, (64, 128), (0, 17)],
-        "decode": decodes,
-        "one row": [(3000, 1)],
+        "prefill": ([(0, 1), (0, 1100)], 0),
+        "chunks and decodes": ([*decodes, (64, 128), (0, 17)], 0),
+        "decode": (decodes, 0),
+        "one row": ([(3000, 1)], 0),
+        "drafts": (decodes, 8),
+        "drafts of one sequence": ([(3000, 1)], 3),
     }
 
 
@@ -225,9 +259,6 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
     model.rotary_emb.float()  # as the loader leaves it
-    for layer in model.layers:  # experts are chosen by values, which a tensor on the meta device does not have
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp = layer.mlp.experts[0]
     model = compile_model(model).model
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
@@ -235,14 +266,15 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     }  # fmt: skip
     cache = KVCache(**sizes, head_dim=model.config.head_dim, dtype=dtype)
     int8_cache = SplitInt8Cache(**sizes, head_dim=model.config.head_dim + SCALE_BYTES, dtype=torch.int8)
-    for lengths in plans().values():
-        batch = ForwardBatch.build(_plan(lengths, block_size), block_size, torch.device("cpu"))
+    for lengths, num_drafts in plans().values():
+        batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
         attend, in_int8 = (TritonBackend().begin_step(each, batch.attention) for each in (cache, int8_cache))
         with torch.inference_mode():
             for each in (attend, in_int8, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the last is no backend's
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
+    run_adapters(model.config.hidden_size, dtype)
     rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
     u, seed, position = (rows.pop(name) for name in ("u", "seeds", "positions"))
     few = {name: rows[name] for name in ("temperature", "top_k", "top_p")}
@@ -251,14 +283,24 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         choose(logits, ParameterColumns(**columns), uniform)
 
 
-def _plan(lengths: list[tuple[int, int]], block_size: int) -> StepPlan:
+def run_adapters(num_in: int, dtype: torch.dtype) -> None:
+    """Add adapters of rank 64 to three layers, for 40 rows."""
+    mapping, linears = AdapterMapping(4, 64), [nn.Linear(num_in, size, device="meta") for size in (num_in, 320, 320)]
+    for linear in linears:
+        AdaptedLinear(linear, mapping)
+    updates = LowRankUpdates(linears, torch.empty(1, dtype=dtype, device="meta"))
+    mapping.kernels = RowIndices(40, torch.device("meta"))
+    updates(*(torch.empty(40, size, dtype=dtype, device="meta") for size in (num_in, num_in + 640)))
+
+
+def _plan(lengths: list[tuple[int, int]], num_drafts: int, block_size: int) -> StepPlan:
     scheduled = []
     for i, (num_cached, num_new) in enumerate(lengths):
         total = num_cached + num_new
         seq = Sequence(str(i), [1] * total, SamplingParams(), seed=0, max_num_tokens=total + 1)
         seq.num_computed_tokens = num_cached
-        seq.block_table = list(range(-(-total // block_size)))
-        scheduled.append(ScheduledSequence(seq, num_new))
+        seq.block_table = list(range(-(-(total + num_drafts) // block_size)))
+        scheduled.append(ScheduledSequence(seq, num_new, (1,) * num_drafts))
     return StepPlan(tuple(scheduled))
 
 
@@ -294,8 +336,7 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
             for launch in launches:
                 launch.check(dtype)
             missing = set(REACH) - {launch.kernel for launch in launches}
-            if name == "gpt-oss-20b":  # its MLP clamps
-                missing -= {"_silu_mul_kernel"}
+            missing -= {"_silu_mul_kernel"} if name in WITH_EXPERTS else OF_EXPERTS
             if dtype is torch.float32 or arch < 80:  # without tensor cores
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"

@@ -44,7 +44,8 @@ class AttentionMetadata:
                          [7, 0]]
         slot_mapping    [21, 28, 29, 30]    the slot of each new token: 5 * 4 + 1, 7 * 4 + 0, ...
 
-    The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
+    The first num_decodes sequences have one new token each, and the prompt chunks follow. A draft counts as a sequence of its
+    own, with the blocks of the sequence before it. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
     """
 
@@ -57,6 +58,10 @@ class AttentionMetadata:
     num_decodes: int
     query_start_loc_cpu: list[int]
     seq_lens_cpu: list[int]
+    # The first decode of each decode's sequence, and the most decodes of a sequence, which drafts make more than one. A backend
+    # that knows them reads a sequence's keys once. None: each decode is a sequence of its own
+    first_decodes: Int[Tensor, " num_decodes"] | None = None
+    max_num_decodes: int = 1
 
 
 @runtime_checkable

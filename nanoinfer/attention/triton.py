@@ -266,44 +266,67 @@ def _prefill_kernel(
         tl.store(out + where, (o / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _num_queries(first_decodes, decode, num_decodes, QUERIES: tl.constexpr):
+    """Return how many decodes from this one on a program computes: up to QUERIES of its sequence, 0 if an earlier one does.
+
+    QUERIES is a power of 2. The decodes of a sequence are computed in parts of so many, from its first one on.
+    """
+    first = tl.load(first_decodes + decode)
+    decodes = decode + tl.arange(0, QUERIES)
+    firsts = tl.load(first_decodes + decodes, mask=decodes < num_decodes, other=-1)
+    is_first_of_part = (decode - first) % QUERIES == 0
+    return tl.where(is_first_of_part, tl.sum(tl.where(firsts == first, 1, 0), 0), 0)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    q, k_pages, v_pages, k_scales, v_scales, partial_m, partial_l, partial_o, seq_lens, block_tables,
+    q, k_pages, v_pages, k_scales, v_scales, partial_m, partial_l, partial_o, seq_lens, block_tables, first_decodes,
     q_stride, table_stride, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a sequence's keys per program, with the queries of the heads that share a KV head.
 
-    The rows after the group pad it to the minimum of tensor cores.
+    With drafts, they are the queries of up to QUERIES decodes. The rows after them pad them to the minimum of tensor cores.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq_len = tl.load(seq_lens + seq).to(tl.int32)
+    num_queries = 1
+    if first_decodes is not None:
+        num_queries = _num_queries(first_decodes, seq, tl.num_programs(0), QUERIES)
+        if num_queries == 0:
+            return
+    seq_len = tl.load(seq_lens + seq + (num_queries - 1)).to(tl.int32)  # of the last query, which sees the most keys
     begin = 0
     if WINDOW:
-        begin = tl.maximum(seq_len - WINDOW, 0)
+        begin = tl.maximum(seq_len - (num_queries - 1) - WINDOW, 0)
     split_size = tl.cdiv(tl.cdiv(seq_len - begin, NUM_SPLITS), TILE) * TILE
     first_key = begin + split * split_size
     last_key = tl.minimum(first_key + split_size, seq_len)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    heads = kv_head * GROUP + rows
-    inside = (rows[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
-    tile = tl.load(q + seq * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+    heads, queries = kv_head * GROUP + rows, seq
+    if first_decodes is not None:
+        heads, queries = kv_head * GROUP + rows % GROUP, seq + rows // GROUP
+    inside = (rows[:, None] < GROUP * num_queries) & (dims[None, :] < HEAD_DIM)
+    where = queries * q_stride + heads * HEAD_DIM
+    tile = tl.load(q + where[:, None] + dims[None, :], mask=inside, other=0.0)
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
+    if first_decodes is not None:  # rows that pad see what the last query sees
+        positions = seq_len - num_queries + tl.minimum(rows // GROUP, num_queries - 1)
     m, l, o = _no_keys(ROWS, DIM)
     m, l, o = _over_tiles(
         tile, m, l, o, k_pages, v_pages, k_scales, v_scales, block_tables + seq * table_stride, positions, kv_head,
         first_key, last_key, scale, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, TILE, WINDOW,
     )  # fmt: skip
-    where = (seq * NUM_HEADS + heads) * NUM_SPLITS + split
-    tl.store(partial_m + where, m, mask=rows < GROUP)
-    tl.store(partial_l + where, l, mask=rows < GROUP)
+    where = (queries * NUM_HEADS + heads) * NUM_SPLITS + split
+    tl.store(partial_m + where, m, mask=rows < GROUP * num_queries)
+    tl.store(partial_l + where, l, mask=rows < GROUP * num_queries)
     tl.store(partial_o + where[:, None] * HEAD_DIM + dims[None, :], o, mask=inside)
 
 
@@ -447,7 +470,7 @@ def prefill(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, w
         q, *pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, window,
-        num_warps=num_warps,
+        **_launch_options(q, pages, num_warps=num_warps if pages[2] is None else 8),
     )  # fmt: skip
 
 
@@ -455,17 +478,31 @@ def decode(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, wi
     """Attend for the decoding sequences, and write `out`, which has a row per sequence. window: in tokens. 0: no window."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = pages[0].shape
-    num_splits = num_splits_for(num_seqs, num_kv_heads, min(metadata.max_seq_len, window or metadata.max_seq_len))
-    rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
+    queries, rows, dim, tile = row_and_tile_sizes(q, num_kv_heads, metadata.max_num_decodes)
+    most_keys = min(metadata.max_seq_len, window or metadata.max_seq_len)
+    num_splits = num_splits_for(triton.cdiv(num_seqs, queries), num_kv_heads, most_keys)
     # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
     m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        q, *pages, m, l, o, metadata.seq_lens, metadata.block_tables,
+        q, *pages, m, l, o, metadata.seq_lens, metadata.block_tables, metadata.first_decodes if queries > 1 else None,
         q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window, queries,
+        **_launch_options(q, pages),
     )  # fmt: skip
     _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, sinks, num_heads, head_dim, dim, num_splits)
+
+
+def _launch_options(q: Tensor, pages: Pages, **options: int) -> dict[str, int]:
+    """Return the options of a kernel that reads pages. A tile of integers becomes one of numbers in registers.
+
+    With these options the compiler spills none, and three programs that decode fit a processor. A prefill names its warps.
+    """
+    if pages[2] is None:
+        return options
+    if q.element_size() == 2 and uses_tensor_cores():
+        return options or {"maxnreg": 168}
+    return {"num_warps": 8, "num_stages": 1}
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
@@ -479,10 +516,17 @@ def _tile_sizes(q: Tensor) -> tuple[int, int, int]:
     return (dim, tile, 4) if q.element_size() == 2 and uses_tensor_cores() else (dim, tile // 2, 8)
 
 
-def row_and_tile_sizes(q: Tensor, num_kv_heads: int) -> tuple[int, int, int]:
-    """Return how many rows a decode pads the queries of a KV head to, and the first two of `_tile_sizes`."""
-    dim, tile, _ = _tile_sizes(q)
-    return max(triton.next_power_of_2(q.shape[1] // num_kv_heads), _MIN_ROWS), dim, tile
+def row_and_tile_sizes(q: Tensor, num_kv_heads: int, most: int) -> tuple[int, int, int, int]:
+    """Return how many of a sequence's decodes a program computes, to how many rows it pads them, and head_dim and a tile.
+
+    most: the most decodes that a sequence has. The first number is the next power of 2, if its rows fit into half of a tile.
+    Without tensor cores it is 1: the rows take all registers of a GPU, which the interpreter does not have.
+    """
+    dim, tile, num_warps = _tile_sizes(q)
+    group = triton.next_power_of_2(q.shape[1] // num_kv_heads)
+    has_room = num_warps == 4 or architecture() is None
+    queries = min(triton.next_power_of_2(most), max(tile // 2 // group, 1)) if has_room else 1
+    return queries, max(queries * group, _MIN_ROWS), dim, tile
 
 
 def uses_tensor_cores() -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionMetadata
-from nanoinfer.execution.packing import pack
+from nanoinfer.execution.packing import first_decodes, pack
 from nanoinfer.scheduling.step_plan import StepPlan
 from nanoinfer.system.transfer import integers_on_device
 
@@ -41,10 +41,11 @@ class ForwardBatch:
         block_tables = padded([seq.block_table for seq in packed.sequences])
         logits_indices = [index for _, index in plan.rows]
         has_all_rows = logits_indices == list(range(len(packed.input_ids)))
-        ids, positions, starts, lens, tables, slots, rows = integers_on_device(
+        has_drafts = plan.has_further_rows
+        ids, positions, starts, lens, tables, slots, rows, firsts = integers_on_device(
             [
                 packed.input_ids, packed.positions, query_start_loc, packed.seq_lens, block_tables, packed.slots,
-                [] if has_all_rows else logits_indices,
+                [] if has_all_rows else logits_indices, first_decodes(plan) if has_drafts else [],
             ],
             device,
         )  # fmt: skip
@@ -58,6 +59,8 @@ class ForwardBatch:
             num_decodes=plan.num_decode_tokens,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=packed.seq_lens,
+            first_decodes=firsts if has_drafts else None,
+            max_num_decodes=max(1 + len(item.draft_token_ids) for item in plan.scheduled) if has_drafts else 1,
         )
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
         extras = tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras)

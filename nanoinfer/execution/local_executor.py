@@ -90,6 +90,11 @@ class LocalExecutor:
         with self._in_step():
             return any(owner.capture_next() for owner in self.graph_owners)
 
+    def drop_graphs(self) -> None:
+        """Free all CUDA graphs, which keep the addresses of weights and of the cache."""
+        for owner in self.graph_owners:
+            owner.drop_graphs()
+
     # ---- internals
 
     @torch.inference_mode()

@@ -206,7 +206,7 @@ def describe_graphs(runtime: Runtime, num_graph_tokens: int) -> str:
     """Describe which steps are captured as CUDA graphs, and why others are not. num_graph_tokens: as in ExecutorInfo."""
     attention, sizes = f"the attention backend {runtime.backend_name}", runtime.prompt_graph_sizes
     if not runtime.num_graph_rows:
-        return f"none: {attention}, the model, adapters or several GPUs need the host during a step"
+        return f"none: {attention}, the model or several GPUs need the host during a step"
     steps = f"steps of up to {runtime.num_graph_rows} decodes and {num_graph_tokens} prompt tokens"
     why = f"the memory is too small for {sizes[-1]}" if sizes else f"{attention} supports no others"
     return steps if num_graph_tokens in sizes[-1:] else f"{steps}: {why}"

@@ -36,6 +36,7 @@ class Replayer(Protocol):
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None: ...
 
     def capture_next(self) -> bool: ...  # captures a step that try_replay lacked. Returns False if there is none
+    def drop_graphs(self) -> None: ...  # frees what was captured
 
 
 @runtime_checkable

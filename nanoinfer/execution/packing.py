@@ -44,3 +44,17 @@ def pack(plan: StepPlan, block_size: int) -> Packed:
         seq_lens += range(end, end + num_drafts + 1)
         sequences += [seq] * (num_drafts + 1)
     return packed
+
+
+def first_decodes(plan: StepPlan) -> list[int]:
+    """Return, for each decode, the first one of its sequence: a sequence's newest token and its drafts are decodes.
+
+    >>> seq = Sequence("r0", [5], SamplingParams(), seed=0, max_num_tokens=9)
+    >>> first_decodes(StepPlan((ScheduledSequence(seq, 1), ScheduledSequence(seq, 1, (6, 7)))))
+    [0, 1, 1, 1]
+    """
+    firsts: list[int] = []
+    for item in plan.scheduled:
+        if item.num_new_tokens == 1:
+            firsts += [len(firsts)] * item.num_packed_tokens
+    return firsts

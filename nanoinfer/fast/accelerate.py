@@ -29,8 +29,6 @@ def accelerate(runtime: Runtime, config: EngineConfig) -> Runtime:
         from nanoinfer.fast.cpu.accelerate import accelerate_on_cpu
 
         return accelerate_on_cpu(runtime, config)
-    if config.enable_lora:
-        return runtime  # no GPU kernel supports adapters
     from nanoinfer.fast.cuda.accelerate import accelerate_on_cuda
 
     return accelerate_on_cuda(runtime, config)

@@ -45,7 +45,7 @@ class FusedLinear(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "rows in"],
-        factor: Float[Tensor, "rows out"] | None = None,
+        factor: Float[Tensor, "rows out_or_one"] | None = None,
         residual: Float[Tensor, "rows out"] | None = None,
     ) -> Float[Tensor, "rows out"]:
         outs = [linear(x) for linear in self.linears]

@@ -18,7 +18,7 @@ from torch import Tensor, empty, nn
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
 from nanoinfer.models.qwen import QwenDecoderLayer, QwenForCausalLM
-from nanoinfer.models.qwen_moe import expert_fields, sum_of_experts
+from nanoinfer.models.qwen_moe import Experts, expert_fields
 from nanoinfer.models.registry import ConfigJson, WeightRules
 from nanoinfer.models.windows import WindowedAttention, WindowedConfig, windowed_fields
 
@@ -91,11 +91,11 @@ class GptOssExperts(nn.Module):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
         self.router = nn.Linear(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(ClampedSwiGLU(config) for _ in range(config.num_experts))
+        self.experts = Experts(ClampedSwiGLU(config) for _ in range(config.num_experts))
 
     def forward(self, x: Hidden) -> Hidden:
         scores, chosen = self.router(x).float().topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
-        return sum_of_experts(self.experts, x, scores.softmax(dim=-1), chosen).to(x.dtype)
+        return self.experts.weighted_sum(x, scores.softmax(dim=-1), chosen).to(x.dtype)
 
 
 class GptOssDecoderLayer(QwenDecoderLayer):
@@ -107,7 +107,6 @@ class GptOssDecoderLayer(QwenDecoderLayer):
 class GptOssForCausalLM(QwenForCausalLM):
     Config = GptOssConfig
     weight_rules = WeightRules(prefix="model.", embedding="embed_tokens.weight", fused_experts="interleaved")
-    supports_cuda_graph = False  # the router decides on the host what is computed
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config)

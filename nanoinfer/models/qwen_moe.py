@@ -74,6 +74,32 @@ def expert_fields(config: ConfigJson) -> dict[str, Any]:
     return {"num_experts": num_experts, "num_experts_per_tok": num_chosen}
 
 
+class Experts(nn.ModuleList):
+    """The MLPs among which a router chooses."""
+
+    supports_cuda_graph = False  # the host must know how many tokens each expert has. fast/cuda/experts.py need not know it
+
+    def weighted_sum(
+        self, x: Hidden, weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
+    ) -> Float[Tensor, "num_tokens hidden"]:
+        """Return the weighted sum of the chosen experts, in fp32. Each expert computes all of its tokens in one product.
+
+        Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
+        not depend on the other tokens. The host waits for a GPU once.
+        """
+        out = torch.zeros_like(x, dtype=torch.float32)
+        numbers = chosen.flatten()
+        by_expert = numbers.argsort(stable=True)  # indices into `numbers`
+        counts = numbers.new_zeros(len(self)).index_add_(0, numbers, torch.ones_like(numbers))
+        end = 0
+        for expert, count in zip(self, counts.tolist(), strict=True):
+            if count:
+                places, end = by_expert[end : end + count], end + count
+                tokens = places // chosen.shape[1]
+                out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * expert(x[tokens]))
+        return out
+
+
 class MixtureOfExperts(nn.Module):
     """Computes the sum of weight_e * expert_e(x) over the experts that the router chooses for x, and any shared expert."""
 
@@ -82,9 +108,7 @@ class MixtureOfExperts(nn.Module):
         self.num_experts_per_tok = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
-        self.experts = nn.ModuleList(
-            SwiGLU(config.hidden_size, config.moe_intermediate_size) for _ in range(config.num_experts)
-        )
+        self.experts = Experts(SwiGLU(config.hidden_size, config.moe_intermediate_size) for _ in range(config.num_experts))
         self.has_shared_expert = config.shared_expert_intermediate_size is not None
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size)
@@ -95,31 +119,10 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = scores.topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out = sum_of_experts(self.experts, x, weights, chosen)
+        out = self.experts.weighted_sum(x, weights, chosen)
         if self.has_shared_expert:
             out += sigmoid(self.shared_expert_gate(x).float()) * self.shared_expert(x)
         return out.to(x.dtype)
-
-
-def sum_of_experts(
-    experts: nn.ModuleList, x: Hidden, weights: Float[Tensor, "num_tokens k"], chosen: Int[Tensor, "num_tokens k"]
-) -> Hidden:
-    """Return the weighted sum of the chosen experts, in fp32. Each expert computes all of its tokens in one product.
-
-    Only the weights of chosen experts are read. A token's experts are added in the order of their numbers, so its bits do
-    not depend on the other tokens. The host must know the number of each expert's tokens, for which it waits for a GPU once.
-    """
-    out = torch.zeros_like(x, dtype=torch.float32)
-    numbers = chosen.flatten()
-    by_expert = numbers.argsort(stable=True)  # indices into `numbers`
-    counts = numbers.new_zeros(len(experts)).index_add_(0, numbers, torch.ones_like(numbers))
-    end = 0
-    for expert, count in zip(experts, counts.tolist(), strict=True):
-        if count:
-            places, end = by_expert[end : end + count], end + count
-            tokens = places // chosen.shape[1]
-            out.index_add_(0, tokens, weights.flatten()[places].unsqueeze(1) * expert(x[tokens]))
-    return out
 
 
 class QwenMoeDecoderLayer(QwenDecoderLayer):
@@ -132,7 +135,6 @@ class QwenMoeDecoderLayer(QwenDecoderLayer):
 class QwenMoeForCausalLM(QwenForCausalLM):
     Config = QwenMoeConfig
     weight_rules = replace(QwenForCausalLM.weight_rules, fused_experts="halves")
-    supports_cuda_graph = False  # the router decides on the host what is computed
 
     def __init__(self, config: QwenMoeConfig) -> None:
         super().__init__(config)

@@ -76,7 +76,7 @@ class Model(Protocol):
         weight_rules: how the names in its checkpoints differ from the names of its parameters.
         config: an instance of Config.
 
-    A model whose forward pass reads values back from the GPU sets `supports_cuda_graph = False`.
+    A model, or a module of it, whose forward pass reads values back from the GPU sets `supports_cuda_graph = False`.
     """
 
     Config: ClassVar[type[ModelConfig]]

@@ -41,6 +41,10 @@ class Route(Protocol):
         """Capture a CUDA graph that earlier steps lacked. Returns False if there is none."""
         return False
 
+    def drop_graphs(self) -> None:
+        """Free the captured CUDA graphs."""
+        return
+
 
 class RoutedSampler(Sampler):
     """Chooses the tokens of a step by the first route that supports it. If none does, by the stages."""

@@ -12,7 +12,7 @@ from nanoinfer.attention import triton as module
 from nanoinfer.attention.triton import TritonBackend, copy_blocks, num_splits_for
 from tests.emulated_gpu.cases import check_store_int8
 from tests.helpers import triton_interpreter  # noqa: F401
-from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare
+from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare, compare_drafts
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +83,14 @@ def test_any_number_of_splits_gives_the_same(num_splits, monkeypatch):
     """Also more splits than tiles: splits without keys must have weight 0."""
     monkeypatch.setattr(module, "num_splits_for", lambda *_: num_splits)
     assert error_of([(0, 1), (63, 1), (64, 1), (299, 1)]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("group", "window", "dtype"), [(7, None, FP32), (2, 20, FP32), (1, 70, BF16)])
+def test_the_decodes_of_a_sequence_are_computed_together(group, window, dtype):
+    """By programs of up to two, eight and eight decodes, of which a sequence has as many as 9."""
+    sequences = [(139, 3), (0, 1), (62, 9), (15, 2)]
+    more = {"group": group, "window": window, "dtype": dtype, "has_sinks": window is not None, "device": DEVICE}
+    assert compare_drafts(TritonBackend(), sequences, **more) < TOLERANCE[dtype]
 
 
 def test_a_long_sequence_alone_is_split_and_a_full_batch_is_not():

@@ -10,27 +10,34 @@ A case returns its largest error as a share of the tolerance, which must be at m
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from triton import jit, language
 from triton.language.extra import libdevice
 
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
-from nanoinfer.features.int8_cache.cache import SplitInt8Cache, numbers_of, quantized_heads
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
+from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
+from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache
+from nanoinfer.models.gpt_oss import ClampedSwiGLU
+from nanoinfer.models.layers import SwiGLU
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.sampling import stages
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
-from tests.helpers.paged_cases import compare, in_float64, metadata_for, replaced
+from tests.helpers.paged_cases import compare, compare_drafts, in_float64
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -80,10 +87,8 @@ def check_store_int8(dtype: torch.dtype, num_tokens: int = 6) -> float:
     if dtype is torch.float32:
         k[2], k[2, :, ::7] = 127, torch.arange(12) + 0.5
     sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 3, "head_dim": 80 + 4, "dtype": torch.int8}
-    (cache, expected), slots = (
-        (SplitInt8Cache(**sizes) for _ in range(2)),
-        torch.randperm(64, generator=_generator())[:num_tokens],
-    )
+    cache, expected = (SplitInt8Cache(**sizes) for _ in range(2))
+    slots = torch.randperm(64, generator=_generator())[:num_tokens]
     expected.write(0, slots, k, v)
     triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *cache.layer(0), slots, *cache.scales(0))
     pairs = [*zip(cache.pages, expected.pages, strict=True)]
@@ -234,6 +239,123 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
     return largest
 
 
+EXPERTS = {"silu": None, "clamped with bias": 1.0}  # the limit
+
+
+def check_experts(dtype: torch.dtype, option: str, device: str = "cpu") -> float:
+    """As linear's, twice: of down's inputs, and of down with their rounding, 4 * u * sqrt(sum of squares). Then k products.
+
+    1 and 3 rows, of which each has the bits that it has alone. 19 rows choose expert 0, which has two tiles of pairs, and none
+    chooses the last. Sizes are no multiples of the kernels' tiles.
+    """
+    mixture, largest = _Mixture(dtype, option, num_experts=5, size=300, inner=70, device=device), 0.0
+    for num_rows in (3, 1, 19):
+        largest = max(largest, share(mixture.outs[num_rows], *mixture.expected(num_rows)))
+    return largest if torch.equal(mixture.outs[1], mixture.outs[3][:1]) else float("inf")
+
+
+def check_large_experts(dtype: torch.dtype) -> float:
+    """As check_experts, of so many rows that the tiles are larger."""
+    mixture = _Mixture(dtype, "silu", num_experts=2, size=80, inner=70, all_rows=(70,))
+    return share(mixture.outs[70], *mixture.expected(70))
+
+
+class _Mixture:
+    """Experts with random weights. outs: what the kernels compute of the first rows, by their number."""
+
+    def __init__(
+        self, dtype: torch.dtype, option: str, *, num_experts: int, size: int, inner: int, device: str = "cpu",
+        all_rows: tuple[int, ...] = (3, 1, 19),
+    ) -> None:  # fmt: skip
+        self.dtype, self.limit, generator = dtype, EXPERTS[option], _generator()
+        sizes = SimpleNamespace(hidden_size=size, intermediate_size=inner, swiglu_alpha=1.702, swiglu_limit=self.limit)
+        self.mlps = [SwiGLU(size, inner) if self.limit is None else ClampedSwiGLU(sizes) for _ in range(num_experts)]
+        for weight in (weight for mlp in self.mlps for weight in mlp.to(dtype).parameters()):
+            weight.requires_grad_(False).copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+        num_rows = max(all_rows)
+        self.x = torch.randn(num_rows, size, generator=generator).to(dtype)
+        others = torch.stack([1 + torch.randperm(max(num_experts - 2, 1), generator=generator)[:2] for _ in range(num_rows)])
+        self.chosen = torch.cat((others, torch.zeros(num_rows, 1, dtype=torch.int64)), 1)
+        self.routing = torch.rand(self.chosen.shape, generator=generator)
+        module, self.outs = experts.KernelExperts(Experts(deepcopy(self.mlps)).to(device)), {}
+        for num in all_rows:
+            with writes.step():
+                given = (tensor[:num].to(device, copy=True) for tensor in (self.x, self.routing, self.chosen))
+                self.outs[num] = module(*given).cpu()
+
+    def expected(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The weighted sum of the first rows in fp64, and its tolerance."""
+        out, tolerance, magnitude = (torch.zeros(num_rows, self.x.shape[1], dtype=torch.float64) for _ in range(3))
+        for row, place in np.ndindex(num_rows, self.chosen.shape[1]):
+            found, error = self._of_pair(self.x[row].double(), self.mlps[self.chosen[row, place]])
+            weight = self.routing[row, place].double()
+            out[row] += weight * found
+            tolerance[row] += weight * error
+            magnitude[row] += weight * found.abs()
+        return out, tolerance + _sum_error(self.chosen.shape[1] + 1) * magnitude
+
+    def _of_pair(self, x: Tensor, mlp: SwiGLU) -> tuple[Tensor, Tensor]:
+        """One expert's output, and its tolerance. The gate's function rises by at most 1.1 times its argument's change."""
+        (gate, of_gate), (up, of_up) = (self._product(x, linear) for linear in (mlp.gate_proj, mlp.up_proj))
+        alpha, added = (1.0, 0.0) if self.limit is None else (mlp.alpha, 1.0)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        activated, factor = gate * torch.sigmoid(alpha * gate), up + added
+        inner = activated * factor
+        of_inner = 1.1 * factor.abs() * of_gate + activated.abs() * of_up + (12 + alpha * gate.abs()) * _E * inner.abs()
+        out, error = self._product(inner, mlp.down_proj)
+        weight = mlp.down_proj.weight.double()
+        of_rounding = 4 * ((_rounded(self.dtype, inner)).square() @ weight.square().T).sqrt()
+        return out, error + of_inner @ weight.abs().T + of_rounding + _rounded(self.dtype, out)
+
+    def _product(self, x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor]:
+        weight, bias = linear.weight.double(), 0.0 if linear.bias is None else linear.bias.double()
+        terms = x.abs() @ weight.abs().T + abs(bias)
+        return x @ weight.T + bias, terms * _sum_error(linear.in_features + 2)
+
+
+def check_lora(dtype: torch.dtype) -> float:
+    """u * |out| + scale * |B| @ (u * |s| + g(n + 1) * |A| @ |x| + g(rank + 4) * |s|), where s = A @ x is rounded by u.
+
+    1 row, and 21 of two programs. The second layer is not changed by the first adapter. The last adapter is not finite, which
+    reaches no other row. Sizes are no multiples of the kernels' tiles, ranks have two, and rows are parts of wider ones.
+    """
+    generator, (num_in, sizes, ranks) = _generator(), (lora._PART + 80, (70, 20, 33), (4, 40, 17))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    mapping, linears = AdapterMapping(len(ranks), max(ranks)), [torch.nn.Linear(num_in, size, device="meta") for size in sizes]
+    layers = [AdaptedLinear(linear, mapping) for linear in linears]
+    updates, mapping.kernels, largest = lora.LowRankUpdates(linears, randn(1)), lora.RowIndices(21, torch.device("cpu")), 0.0
+    of: dict[tuple[int, int], LowRankUpdate] = {}
+    for index, rank in enumerate(ranks):
+        for place, layer in enumerate(layers):
+            layer.put(index, LowRankUpdate(randn(rank, num_in), randn(sizes[place], rank), 3.0))  # which is replaced
+            of[index, place] = update = LowRankUpdate(randn(rank, num_in) * num_in**-0.5, randn(sizes[place], rank), 0.5)
+            update.a[0, 0] = float("inf") if index == 2 else 1.0
+            layer.put(index, None if (index, place) == (0, 1) else update)
+    for indices in ([1], [row % 4 - 1 for row in range(21)]):
+        mapping.kernels.set(indices)
+        mapping.kernels.begin(torch.nn.Identity(), (torch.empty(len(indices)),))
+        x, base = randn(len(indices), num_in + 7)[:, :num_in], randn(len(indices), sum(sizes) + 9)
+        out = updates(x, base.clone()[:, : sum(sizes)])
+        for row, index in enumerate(indices):
+            for place, (own, given) in enumerate(zip(out[row].split(sizes), base[row, : sum(sizes)].split(sizes), strict=True)):
+                expected, tolerance = given.double(), torch.zeros(sizes[place], dtype=torch.float64)
+                if index == 2:
+                    continue
+                if index >= 0 and (index, place) != (0, 1):
+                    a, b, scale = of[index, place].a.double(), of[index, place].b.double(), of[index, place].scale
+                    shrunk, terms = a @ x[row].double(), a.abs() @ x[row].double().abs()
+                    expected = expected + scale * (b @ shrunk)
+                    tolerance = b.abs() @ (_rounded(dtype, shrunk) + _sum_error(num_in + 1) * terms) * scale
+                    tolerance += _sum_error(len(a) + 4) * scale * (b.abs() @ shrunk.abs()) + 4 * _E * given.double().abs()
+                    tolerance += _rounded(dtype, expected)
+                largest = max(largest, share(own, expected, tolerance + 1e-30))
+    return largest
+
+
 def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """What becomes of a product's result and tolerance by the gate and the rounding."""
     if not gated:
@@ -366,27 +488,22 @@ def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> fl
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype, in_int8: bool) -> float:
+def check_drafts(dtype: torch.dtype, option: str) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
-    generator, lengths = _generator(), [(0, 70), (0, 20)]
-    metadata = metadata_for(lengths, 16, 8, generator)
-    cache = (SplitInt8Cache if in_int8 else KVCache)(
-        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64 + 4 * in_int8,
-        dtype=torch.int8 if in_int8 else dtype,
-    )  # fmt: skip
-    (k, v), q = torch.randn(2, 90, 2, 64, generator=generator).to(dtype), torch.randn(4, 4, 64, generator=generator).to(dtype)
-    new = torch.tensor([67, 68, 69, 89])
-    is_old = torch.ones(90, dtype=torch.bool).index_fill(0, new, False)
-    cache.write(0, metadata.slot_mapping[is_old], k[is_old], v[is_old])
-    rows = replaced(
-        metadata, seq_lens=torch.tensor([68, 69, 70, 20]), block_tables=metadata.block_tables[[0, 0, 0, 1]],
-        slot_mapping=metadata.slot_mapping[new], num_decodes=4,
-    )  # fmt: skip
-    out = _DecodeAttention().begin_step(cache, rows)(0, q, k[new], v[new])
-    if in_int8:
-        k, v = numbers_of(quantized_heads(k)), numbers_of(quantized_heads(v))
-    parts = (out[:3], q[:3], k[:70], v[:70]), (out[3:], q[3:], k[70:], v[70:])
-    return max(share(own, in_float64(*given), _tolerance(*given)) for own, *given in parts)
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance,
+            are_alone="alone" in option, in_int8="int8" in option,
+        )  # fmt: skip
+
+
+def check_paged_drafts(dtype: torch.dtype) -> float:
+    """As check_drafts, in three kernels. A program has up to two rows, so three programs share the last sequence's."""
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+        return compare_drafts(
+            triton.TritonBackend(), [(67, 3), (19, 1), (140, 5)], group=12, dtype=dtype, window=70, has_sinks=True,
+            tolerance=_tolerance,
+        )  # fmt: skip
 
 
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -427,8 +544,8 @@ def _generator() -> torch.Generator:
 CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
-        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles),
+        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul),
+        ("rotate", check_rotate), ("copy", check_copy), ("angles", check_angles), ("lora", check_lora),
     )
     for name, dtype in DTYPES.items()
 } | {
@@ -440,9 +557,17 @@ CASES: dict[str, Callable[[], float]] = {
     for name, dtype in DTYPES.items()
     for option in ("residual", "norm and bias", "gated with norm")
 } | {
-    f"drafts {name}{kind}": lambda dtype=DTYPES[name], kind=kind: check_drafts(dtype, kind == " int8")
+    f"experts {name} {option}": lambda dtype=dtype, option=option: check_experts(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in EXPERTS
+} | {
+    f"large_experts {name}": lambda dtype=DTYPES[name]: check_large_experts(dtype) for name in ("bfloat16", "float16")
+} | {
+    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option)
     for name in ("bfloat16", "float16")
-    for kind in ("", " int8")
+    for option in ("together", "alone", "together int8", "alone int8")
+} | {
+    f"paged_drafts {name}": lambda dtype=dtype: check_paged_drafts(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_attention {name} {head_dim} {option}": lambda dtype=DTYPES[name], head_dim=head_dim, option=option: (
         check_decode_attention(dtype, head_dim, option)

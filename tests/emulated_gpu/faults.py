@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, fused_kernels, linear_kernel
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -108,8 +108,28 @@ def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
 
-def drafts() -> float:
-    return cases.check_drafts(torch.bfloat16, in_int8=False)
+def drafts(option: str = "alone") -> float:
+    return cases.check_drafts(torch.bfloat16, option)
+
+
+def drafts_together() -> float:
+    return drafts("together")
+
+
+def paged_drafts() -> float:
+    return cases.check_paged_drafts(torch.bfloat16)
+
+
+def mixture() -> float:
+    return cases.check_experts(torch.bfloat16, "silu")
+
+
+def clamped() -> float:
+    return cases.check_experts(torch.bfloat16, "clamped with bias")
+
+
+def of_lora() -> float:
+    return cases.check_lora(torch.bfloat16)
 
 
 def step() -> float:
@@ -278,13 +298,88 @@ FAULTS: dict[str, InPtx | InSource] = {
         decode_kernels, "(new_keys < seq_len)", "(new_keys == seq_len - 1)", "RaceFault", drafts
     ),
     "decode_attention: the score of the new key without its scale": InSource(
-        decode_kernels, "query * key, 0.0), 1) * scale", "query * key, 0.0), 1)", "values", decode_attention
+        decode_kernels, "query * seen_key, 0.0), 1) * scale", "query * seen_key, 0.0), 1)", "values", decode_attention
+    ),
+    "drafts: a draft that sees those after it": InSource(
+        decode_kernels, "is_visible = position <= positions", "is_visible = position >= 0", "values", drafts_together
+    ),
+    "drafts: keys of the first row alone are stored": InSource(
+        decode_kernels, "(other < row + num_queries)", "(other < row + 1)", "values", drafts_together
+    ),
+    "drafts: the last program merges the first row alone": InSource(
+        decode_kernels, "range(GROUP * num_queries)", "range(GROUP)", "values", drafts_together
+    ),
+    "drafts: programs without queries end before they wait": InSource(
+        decode_kernels, "    keys = first_key +", "    if num_queries == 0:\n        return\n    keys = first_key +",
+        "DependencyFault", drafts_together, arch=90,
+    ),
+    "drafts: a program that takes the rows of the next sequence": InSource(
+        triton, "tl.where(firsts == first, 1, 0)", "tl.where(firsts >= first, 1, 0)", "RaceFault", paged_drafts
+    ),
+    "drafts: first rows that are read without their mask": InSource(
+        triton, "mask=decodes < num_decodes, other=-1", "", "OutsideFault", paged_drafts
+    ),
+    "drafts: a window from the last query on": InSource(
+        triton, "seq_len - (num_queries - 1) - WINDOW", "seq_len - WINDOW", "values", paged_drafts
     ),
     "decode_linear: a norm over the first tile": InSource(
         decode_kernels, "_sum_of_squares(x + row * x_stride, NUM_IN, TILE)", "tl.sum(a * a, 0)", "values", decode_linear
     ),
     "linear: a sum over parts that nothing orders": InSource(
         linear_kernel, 'sem="acq_rel"', 'sem="relaxed"', "RaceFault", linear("split residual")
+    ),
+    "experts: up that reads the gate's rows": InSource(
+        experts, "starts + NUM_OUT * NUM_IN", "starts", "values", mixture
+    ),
+    "experts: the bias of the first expert": InSource(
+        experts, "bias + first_row + columns", "bias + columns", "values", clamped
+    ),
+    "experts: a gate that is not clamped": InSource(
+        experts, "gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate", "values", clamped
+    ),
+    "experts: the weight of a row's first expert for all": InSource(
+        experts, "tl.load(routing + pair) * own.to", "tl.load(routing + row * TOP_K) * own.to", "values", mixture
+    ),
+    "experts: another row's inputs": InSource(experts, "pair // TOP_K * NUM_IN", "pair * NUM_IN", "OutsideFault", mixture),
+    "experts: a list with a hole": InSource(
+        experts, "own + count + places - 1", "own + count + places", "UnwrittenFault", mixture
+    ),
+    "experts: pairs of others in a list": InSource(experts, "ids, mask=is_own)", "ids)", "OutsideFault", mixture),
+    "experts: a tile that is counted twice": InSource(
+        experts, "(ends <= number)", "(ends < number)", "UnwrittenFault", mixture
+    ),
+    "experts: one tile of each expert": InSource(
+        experts, "(lengths + ROWS - 1) // ROWS", "tl.minimum(lengths, 1)", "UnwrittenFault", mixture
+    ),
+    "experts: lists that are read beyond their end": InSource(
+        experts, "there = places < count", "there = places < count + 1", "UnwrittenFault", mixture
+    ),
+    "experts: columns of down beyond the last": InSource(
+        experts, "mask=there[:, None] & inside[None, :])", "mask=there[:, None])", "OutsideFault", mixture
+    ),
+    "experts: a sum over the wrong pairs": InSource(
+        experts, "row * TOP_K + TOP_K)", "row * TOP_K + TOP_K - 1)", "values", mixture
+    ),
+    "experts: inputs that are multiplied on their way": InPtx("_grouped_kernel", _WAIT, "", "InFlightFault", mixture),
+    "PDL: experts that are read before the router has ended": InPtx(
+        "_few_gated_kernel", _LATER.format("shfl"), r"\1 griddepcontrol.wait ;\n\t\2", "DependencyFault", mixture, arch=90
+    ),
+    "shrink: rows beyond the step that are read": InSource(
+        lora, "mask=(used == adapter)[:, None] & within", "mask=within", "OutsideFault", of_lora
+    ),
+    "shrink: an adapter that reaches the rows of others": InSource(
+        lora, "tl.where((used == adapter)[:, None], product, total)", "total + product", "values", of_lora
+    ),
+    "shrink: a part of the inputs that no program has": InSource(
+        lora, "triton.cdiv(num_in, _PART), min", "num_in // _PART, min", "values", of_lora
+    ),
+    "shrink: no wait for the rows": InPtx("_shrink_kernel", _WAIT, "", "InFlightFault", of_lora),
+    "expand: the outputs of the next layer": InSource(
+        lora, "columns < tl.load(starts + layer + 1)", "columns >= 0", "OutsideFault", of_lora
+    ),
+    "expand: the products of the first layer for all": InSource(lora, "layer * RANK + ", "", "values", of_lora),
+    "expand: rows without an adapter that are read": InSource(
+        lora, "+ at, mask=is_used, other=0.0", "+ at", "OutsideFault", of_lora
     ),
     "linear: no barrier after fragments are put in shared memory": InPtx(
         "_linear_kernel", r"(stmatrix[^;]*;(?s:.*?))bar\S+\s+[-0]\d*;", r"\1", "RaceFault", linear("gated"), arch=90

@@ -381,7 +381,7 @@ class Machine:
         return self._copy(self._register(target, dtype), lambda: (value << up) >> down)
 
     def _decode_prmt(self, instruction: Instruction, types: list[str]) -> Step | None:
-        """Four of the eight bytes of two registers. A constant names each in four bits, of which the highest asks for its sign."""
+        """Four of the eight bytes of two registers, or their signs, for which the highest of four bits of a constant asks."""
         target, a, b, chosen = instruction.operands
         numbers = [int(chosen.rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
         if types != ["b32"]:

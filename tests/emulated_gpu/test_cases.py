@@ -19,7 +19,7 @@ from tests.emulated_gpu.faults import FAULTS, InSource
 DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 9, "choose": 6, "decode_linear": 4, "decode_attention": 2,
-    "drafts": 2,
+    "drafts": 2, "paged_drafts": 3, "experts": 8, "large_experts": 4, "lora": 4,
 }  # fmt: skip
 NUM_IN_STEP = {1: 24, 3: 24, 6: 40}  # by the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm
 
@@ -49,7 +49,7 @@ def check(*cases, archs=(80,), faults=(), rest=()):
 
 QUICK_FAULTS = [
     "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits", "store: a mask that is always true",
-    "PDL: no wait", "decode_attention: a merge that nothing orders",
+    "PDL: no wait", "experts: one tile of each expert", "decode_attention: a merge that nothing orders",
 ]  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are
     cases = (
         "store bfloat16", "rms_norm float32", "rotate bfloat16", "attention bfloat16 64 window and sinks",
         "linear bfloat16 gated", "decode_linear float16 gated with norm", "decode_attention bfloat16 64 window and sinks",
-        "draw ties",
+        "draw ties", "experts bfloat16 clamped with bias",
     )  # fmt: skip
     table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
@@ -79,7 +79,15 @@ LONG = {  # what -> cases
     "linear layers of the fewest rows": [
         f"decode_linear {dtype} {option}" for dtype in DTYPES for option in ("residual", "norm and bias", "gated with norm")
     ],
-    "drafts": [f"drafts {dtype}" for dtype in DTYPES[:2]],
+    "drafts": [
+        *(
+            f"drafts {dtype} {option}"
+            for dtype in DTYPES[:2]
+            for option in ("together", "alone", "together int8", "alone int8")
+        ),
+        *(f"paged_drafts {dtype}" for dtype in DTYPES),
+    ],
+    "experts": [f"experts {dtype} {option}" for dtype in DTYPES for option in ("silu", "clamped with bias")],
     "steps": [f"step {family} {num_rows}" for family in ("qwen3", "qwen2", "llama") for num_rows in (1, 3, 6)],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
     "offsets beyond 32 bits": ["far rotate bfloat16"],
@@ -104,6 +112,12 @@ def test_every_dtype_option_and_size(cases):
 def test_prompts_and_decodes_in_a_step(head_dim):
     """On sm_90 four warps multiply a prompt's tiles together, which is not emulated."""
     check(*(case.format("attention", head_dim) for case in ATTENTION))
+
+
+@pytest.mark.long
+def test_experts_with_many_pairs():
+    """As for prompts, sm_90's code is not emulated."""
+    check("large_experts bfloat16", "large_experts float16")
 
 
 @pytest.mark.long

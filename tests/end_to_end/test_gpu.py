@@ -19,7 +19,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import Sampler
 from nanoinfer.scheduling.sequence import Sequence
-from tests.helpers import tiny_models
+from tests.helpers import lora_adapters, tiny_models
 from tests.helpers.paged_cases import compare
 from tests.helpers.sampling_rows import sampling_by
 
@@ -85,7 +85,7 @@ def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_p
     assert (here - truth).abs().mean() < 1.25 * (there(dtype) - truth).abs().mean()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "gpt_oss_window"])
 def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     recorded, llm = greedy(path, device="cuda")
@@ -93,6 +93,34 @@ def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path
     plain, llm = greedy(path, device="cuda", enforce_eager=True)
     assert llm.engine.executor.runner.graphs is None
     assert recorded == plain == greedy(path, device="cpu")[0]
+
+
+def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_path):
+    """Three adapters take turns in two places."""
+    path, answers = tiny_models.save("qwen3", tmp_path), []
+    requests = [None, *lora_adapters.write_requests(path, tmp_path, (2, 4, 3)), None]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(path), device=device, kv_cache_memory=2**26, enable_lora=True, max_loras=2, max_lora_rank=4)
+        outputs = llm.generate([*PROMPTS, PROMPTS[2]], params, use_tqdm=False, lora_request=requests)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+    assert answers[0] == answers[1]
+
+
+def test_an_engine_that_has_slept_gives_the_same_tokens(tmp_path):
+    path, free = tiny_models.save("qwen3", tmp_path), torch.cuda.mem_get_info
+    tokens, llm = greedy(path, device="cuda")
+    for level in (1, 2):
+        before = free()[0]
+        llm.sleep(level)
+        assert free()[0] - before > 0.9 * llm.engine.executor.info.num_cache_bytes
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights_from_path(str(path))
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)] == tokens
+        assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
 
 
 ASKING = [{"temperature": 0}, {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 5, "top_p": 0.8}]

@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
-from nanoinfer.errors import InvalidValueError, OutOfMemoryError, UnsupportedError
+from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
 from nanoinfer.fast.cuda.accelerate import compile_model
-from nanoinfer.features.adapters.request import LoRARequest
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.loading.checkpoint import Checkpoint
@@ -32,7 +31,6 @@ pytestmark = [
 ]
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_window", "gpt_oss_window", "qwen3_5")
-WITH_EXPERTS = ("qwen3_moe", "gpt_oss_window")
 INT8_REQUESTS = ("qwen3", 100), ("gpt2", 7), ("gemma3_window", 20), ("gpt_oss_window", 20), ("qwen3_5", 20)
 SMALL = {family: tiny_models.FEW_HEADS | {"num_hidden_layers": 1} for family in FAMILIES} | {
     "gpt2": {"n_head": 2, "n_layer": 1},
@@ -124,13 +122,12 @@ def run_random_requests(family, path, num_requests, **options):
         num_read = sum(bool(call.args[0].rows) for call in launch.call_args_list)
         assert [request.output.outputs[0].token_ids for request in begun] == expected
         assert device.num_synchronized == num_read  # a step reads back once
-        assert all("qwen_moe.py" in wait for wait in device.waits), device.waits
-        assert bool(device.waits) == (family in WITH_EXPERTS)
+        assert device.waits == []
         metrics = [request.output.metrics for request in begun]
         assert any(one.num_cached_tokens for one in metrics)
         assert any(one.num_preemptions for one in metrics) or family == "qwen3_5"
         graphs, sampler_graphs = executor.runner.graphs, executor.sampler.routes[0].table.graphs.values()
-        assert (graphs is None) == (family in (*WITH_EXPERTS, "qwen3_5"))
+        assert (graphs is None) == (family == "qwen3_5")
         captured = [*sampler_graphs, *([] if graphs is None else graphs.table.graphs.values())]
         assert captured
         assert None not in captured
@@ -315,32 +312,68 @@ def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
 
 
 def adapters_give_the_tokens_of_the_cpu(path):
-    """One request has an adapter, the other does not. The host waits when the adapter becomes active, and not later."""
-    lora_adapters.write_adapter(path / "adapter", lora_adapters.linear_shapes(path))
-    options = {"enable_lora": True, "max_lora_rank": 4}
-    lora_request = [LoRARequest("adapter", 1, str(path / "adapter")), None]
+    """Three adapters take turns in two places, among rows without one. The host waits when an adapter becomes active."""
+    requests = [None, *lora_adapters.write_requests(path, path, (2, 4, 3)), None]
+    options = {"enable_lora": True, "max_lora_rank": 4, "max_loras": 2}
+    prompts, params = [[5, 6, 7] * 4, [9, 8], [1], [5, 6, 7] * 4, [2, 3]], [GREEDY, DRAWN, GREEDY, GREEDY, DRAWN]
+    orders = requests, requests[::-1]
     llm = LLM(path, device="cpu", enforce_eager=True, kv_cache_memory=2**22, **options)
-    expected = tokens_of(llm, lora_request=lora_request)
-    assert expected != tokens_of(llm)
+    expected = [tokens_of(llm, prompts, params, lora_request=order) for order in orders]
+    assert expected[0] != expected[1]
     with simulated() as device:
         llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS, **options)
+        for order, answers in zip(orders, expected, strict=True):
+            device.reset_counts()
+            assert tokens_of(llm, prompts, params, lora_request=order) == answers
+            assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}
+        graphs = llm.engine.executor.runner.graphs.table.graphs
+        assert None not in graphs.values()
+        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
+        assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
         device.reset_counts()
-        assert tokens_of(llm, lora_request=lora_request) == expected
-        assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} == {"adapters/adapters.py"}
+        assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
         device.reset_counts()
-        assert tokens_of(llm, lora_request=lora_request) == expected
+        tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5)
         assert device.waits == []
+        assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
 
 
-def weights_of_a_compiled_model_are_replaced_and_the_engine_does_not_sleep(path):
+def weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back(path):
+    """Views of merged weights stay views, and graphs are captured again. Without its weights it needs those of an update."""
     other = tiny_models.save("qwen3", path / "other", seed=1, **SMALL["qwen3"])
-    with simulated():
+    expected, others = expected_tokens(path), expected_tokens(other)
+    with simulated() as device:
+        before = device.allocated
         llm = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS)
-        assert tokens_of(llm) == expected_tokens(path)
+        executor = llm.engine.executor
+        freed = sum(weight.nbytes for weight in executor.runner.model.parameters()) + executor.info.num_cache_bytes
+        assert tokens_of(llm) == expected
+        awake = device.allocated - before
+        for level in (1, 1, 2):
+            num_graphs = len(executor.runner.graphs.table.graphs), len(executor.batch.table.graphs)
+            assert min(num_graphs) > 0
+            for _ in range(2):  # a second call changes nothing
+                llm.sleep(level)
+                assert 0 <= device.allocated - before < awake - freed
+            with pytest.raises(NanoinferError, match="call wake_up"):
+                tokens_of(llm)
+            llm.wake_up(["kv_cache"])
+            llm.wake_up()
+            if level == 2:
+                with pytest.raises(NanoinferError, match="give it all of them"):
+                    tokens_of(llm)
+            else:
+                assert tokens_of(llm) == expected
+                assert (len(executor.runner.graphs.table.graphs), len(executor.batch.table.graphs)) == num_graphs
+                assert device.allocated - before == awake
         llm.update_weights_from_path(str(other))
-        assert tokens_of(llm) == expected_tokens(other)
-        with pytest.raises(UnsupportedError, match="a model on a CPU"):
-            llm.sleep()
+        assert tokens_of(llm) == others
+        llm.sleep(1)
+        llm.sleep(2)
+        llm.wake_up()
+        llm.update_weights_from_path(str(path))
+        assert tokens_of(llm) == expected
+        assert device.allocated - before == awake
 
 
 def run_weights(paths):
@@ -453,7 +486,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ("run", "family"),
     [
         (adapters_give_the_tokens_of_the_cpu, "qwen3"),
-        (weights_of_a_compiled_model_are_replaced_and_the_engine_does_not_sleep, "qwen3"),
+        (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),

@@ -65,6 +65,18 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 }
 
 
+def cache_of(layout, dtype, in_int8, *, head_dim, **options):
+    """A cache as the engine makes it for the layout of a backend."""
+    if not in_int8:
+        return KVCache(layout=layout, dtype=dtype, head_dim=head_dim, **options)
+    cache_class = SplitInt8Cache if layout == "NHD" else Int8Cache
+    return cache_class(layout=layout, dtype=torch.int8, head_dim=head_dim + SCALE_BYTES, **options)
+
+
+def as_stored(x, in_int8):
+    return numbers_of(quantized_heads(x)) if in_int8 else x
+
+
 def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
     poisoned=None, in_int8=False, window=None, has_sinks=False, tolerance=None,
@@ -90,17 +102,8 @@ def compare(
         backend = backend(dtype, **heads, has_int8_pages=in_int8)
     if isinstance(backend, ReferenceBackend) and (has_sinks or window is not None):
         backend = HybridReferenceBackend()
-    int8_cache = SplitInt8Cache if backend.layout == "NHD" else Int8Cache
-    cache = (int8_cache if in_int8 else KVCache)(
-        num_layers=2,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim + SCALE_BYTES * in_int8,
-        dtype=torch.int8 if in_int8 else dtype,
-        device=device,
-        layout=backend.layout,
-    )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    cache = cache_of(backend.layout, dtype, in_int8, num_layers=2, device=device, **sizes)
     for pages, rest in zip(cache.layer(1), (127, 70) if in_int8 else (float("nan"), 1e4), strict=True):
         pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
     for scales, rest in zip(cache.scales(1), (float("nan"), 1e4), strict=True):
@@ -116,7 +119,7 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        stored = [numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)]
+        stored = [as_stored(x, in_int8) for x in (k, v)]
         expected.append(in_float64(q, *stored, **options))
         tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
@@ -137,6 +140,51 @@ def compare(
     assert not any(pages.count_nonzero() for pages in cache.layer(0))  # nobody's business
     difference = torch.where(out.isnan() & torch.cat(expected).isnan(), 0.0, (out.double() - torch.cat(expected)).abs())
     return (difference / torch.cat(tolerances)).nan_to_num(nan=float("inf")).max().item()
+
+
+def compare_drafts(
+    backend, sequences, *, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32, window=None, has_sinks=False,
+    tolerance=None, are_alone=False, in_int8=False, device="cpu",
+):  # fmt: skip
+    """As compare, for a step of decodes: the tokens in the cache and the decodes of each sequence, of which most are drafts.
+
+    It is infinite if a decode's keys and values are not in their slots.
+
+    are_alone: whether the backend does not know which decodes are of one sequence.
+    """
+    generator, num_blocks = torch.Generator().manual_seed(0), sum(-(-(old + new) // 16) for old, new in sequences)
+    chunks = metadata_for(sequences, 16, num_blocks, generator, device)
+    numbers = [new for _, new in sequences]
+    firsts = [first for first, new in zip(chunks.query_start_loc_cpu, numbers, strict=False) for _ in range(new)]
+    lengths = [old + i + 1 for old, new in sequences for i in range(new)]
+    sizes = {"num_blocks": num_blocks, "block_size": 16, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    cache = cache_of(backend.layout, dtype, in_int8, num_layers=1, device=device, **sizes)
+    options = {} if window is None else {"window": window}
+    if has_sinks:
+        options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device, dtype)
+    given, tolerances = [], []
+    for (old, new), table in zip(sequences, chunks.block_tables.tolist(), strict=True):
+        k, v = torch.randn(2, old + new, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+        q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
+        slots = torch.tensor([table[i // 16] * 16 + i % 16 for i in range(old)], dtype=torch.int64, device=device)
+        cache.write(0, slots, k[:old], v[:old])
+        stored = [as_stored(x, in_int8) for x in (k, v)]
+        given.append((q, k[old:], v[old:], in_float64(q, *stored, **options)))
+        tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
+    rows = replaced(
+        chunks, query_start_loc=torch.arange(len(lengths) + 1, device=device),
+        seq_lens=torch.tensor(lengths, device=device),
+        block_tables=chunks.block_tables.repeat_interleave(torch.tensor(numbers, device=device), dim=0), max_query_len=1,
+        num_decodes=len(lengths), query_start_loc_cpu=list(range(len(lengths) + 1)), seq_lens_cpu=lengths,
+        first_decodes=None if are_alone else torch.tensor(firsts, device=device),
+        max_num_decodes=1 if are_alone else max(numbers),
+    )  # fmt: skip
+    q, k, v, expected = (torch.cat(parts) for parts in zip(*given, strict=True))
+    out = backend.begin_step(cache, rows)(0, q, k, v, **options)
+    slots, found = rows.slot_mapping, cache.gather(0, torch.arange(num_blocks, device=device), 16 * num_blocks)
+    are_stored = all(torch.equal(one[slots], as_stored(new, in_int8)) for one, new in zip(found, (k, v), strict=True))
+    difference = (out.double() - expected).abs() / torch.cat(tolerances)
+    return difference.nan_to_num(nan=float("inf")).max().item() if are_stored else float("inf")
 
 
 def check_poison_free_reuse(path, backend, **settings):

@@ -60,9 +60,24 @@ class Memory:
     """The memory of a tensor and of its views."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        device.take(storage.nbytes())
-        weakref.finalize(self, device.take, -storage.nbytes())
+        self.storage, self.num_resized, self.data_ptr = storage, 0, storage.data_ptr
+        self._counted = [0]  # bytes
+        self._count()
+        weakref.finalize(self, lambda counted: device.take(-counted.pop()), self._counted)
+
+    def nbytes(self) -> int:
+        return self.storage.nbytes()
+
+    def resize_(self, num_bytes: int) -> None:
+        """As torch.UntypedStorage.resize_. The new memory is elsewhere."""
+        self.storage.resize_(num_bytes)
+        torch.empty(0, dtype=torch.uint8).set_(self.storage).fill_(255)  # NaN
+        self.num_resized += 1
+        self._count()
+
+    def _count(self) -> None:
+        device.take(self.nbytes() - self._counted[0])
+        self._counted[0] = self.nbytes()
 
 
 class SimulatedTensor(Tensor):
@@ -93,6 +108,9 @@ class SimulatedTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.memory
 
     def __repr__(self) -> str:
         return f"SimulatedTensor({self.inner!r})"
@@ -254,6 +272,7 @@ class Pointer:
     """A tensor among a graph's arguments: where its memory is and what it looks like. It does not keep the memory."""
 
     memory: "weakref.ref[Memory]"
+    num_resized: int
     address: int
     dtype: torch.dtype
     offset: int
@@ -264,11 +283,11 @@ class Pointer:
     def of(cls, tensor: SimulatedTensor) -> "Pointer":
         inner = tensor.inner
         layout = (inner.storage_offset(), tuple(inner.shape), inner.stride())
-        return cls(weakref.ref(tensor.memory), inner.data_ptr(), inner.dtype, *layout)
+        return cls(weakref.ref(tensor.memory), tensor.memory.num_resized, inner.data_ptr(), inner.dtype, *layout)
 
     def tensor(self) -> Tensor:
         memory = self.memory()
-        if memory is None:
+        if memory is None or memory.num_resized != self.num_resized:
             raise DeviceError(f"a graph reads memory that was freed after the capture: a tensor {self.shape} of {self.dtype}")
         return torch.empty(0, dtype=self.dtype).set_(memory.storage, self.offset, self.shape, self.stride)
 

@@ -37,6 +37,7 @@ class CPUMapping(ctypes.Structure):
     kept: tuple[Tensor, ...]  # the tensors to which it points
 
     def set(self, indices: list[int]) -> None:
+        indices = indices if any(index >= 0 for index in indices) else []
         self.kept = torch.tensor(indices, dtype=torch.int64), torch.empty(len(indices) * self.width)
         self.num_rows = len(indices)
         self.indices, self.products = (array.data_ptr() for array in self.kept)

@@ -5,6 +5,7 @@ sampler runs its stages.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +17,7 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -38,6 +39,7 @@ def compile_model(model: nn.Module) -> CompiledModel:
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
+    import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
     compile_modules(report.model, partial(compile_for_cuda, merges={}), report)
     return report
 
@@ -46,18 +48,25 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
     report = compile_model(cast(nn.Module, runtime.model))
     backend, num_rows = runtime.backend, config.max_num_rows
+    further: Sequence[RowNumbers] = ()
+    if config.enable_lora and find_spec("triton"):
+        from nanoinfer.fast.cuda.lora import use_kernels
+
+        further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
     capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if not backend.supports_cuda_graph or not getattr(runtime.model, "supports_cuda_graph", True):
+    can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
+    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=len(runtime.sizes.windows),
+        num_groups=len(runtime.sizes.windows), further=further,
+        max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

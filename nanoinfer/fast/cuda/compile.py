@@ -17,6 +17,7 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
+from nanoinfer.fast.cuda.experts import KernelExperts
 from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
@@ -156,12 +157,15 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, merges)
+        elif isinstance(module, KernelExperts):
+            num_faster += 1
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
     _move_norms_into_products(trace)
+    _add_adapters(trace, merges)
     return num_faster
 
 
@@ -177,6 +181,23 @@ def _move_norms_into_products(trace: Trace) -> None:
             if isinstance(norm, KernelRMSNorm) and x.args[0] not in written:
                 module.norm, node.args = norm, x.args
                 trace.graph.erase_node(x)
+
+
+def _add_adapters(trace: Trace, merges: Merges) -> None:
+    """Add the adapters of requests, which are hooks of layers, to the products of these layers."""
+    layers_of = {merged: linears for linears, merged in merges.values()}
+    for node in trace.graph.nodes:
+        product = trace.module(node)
+        if not isinstance(product, FewRowsLinear | AddedLinear):
+            continue
+        linears = layers_of.get(product.linear, (product.linear,))
+        if any(linear._forward_hooks for linear in linears):
+            from nanoinfer.fast.cuda.lora import AdaptedProduct, without_hooks
+
+            product.linear, norm, gated = without_hooks(product.linear), None, False
+            if isinstance(product, FewRowsLinear):
+                (norm, gated), product.norm, product.gated = (product.norm, product.gated), None, False
+            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, gated=gated))
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:

@@ -38,6 +38,7 @@ from nanoinfer.attention.triton import (
     _load_tile,
     _merged,
     _no_keys,
+    _num_queries,
     _over_tiles,
     _rotated,
     _store_heads,
@@ -52,7 +53,8 @@ from nanoinfer.fast.cuda import pdl
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, _store_outputs
 
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
 except ImportError:  # Triton before 3.4
     gdc_launch_dependents = gdc_wait = None
 
@@ -137,10 +139,11 @@ def _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _with_new_keys(
-    query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, kv_head, new_keys, is_seen, cos, sin, k_weight,
-    k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, num_queries, positions, kv_head, new_keys, is_seen,
+    cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of this step that a row sees to its running softmax, and store the row's own."""
+    """Add the keys of this step that a program's rows see to their running softmax, and store the rows' own."""
     dims = tl.arange(0, o.shape[1])[None, :]
     others = tl.arange(0, new_keys.shape[0])
     columns = kv_head * HEAD_DIM + dims
@@ -162,14 +165,20 @@ def _with_new_keys(
                 v_integers, v_scale = _to_integers(value)
                 seen_key, seen_value = k_integers * k_scale[:, None], v_integers * v_scale[:, None]
             score = tl.sum(tl.where(inside, query * seen_key, 0.0), 1) * scale
+            if QUERIES > 1:
+                position = tl.sum(tl.where(others == other, new_keys, 0), 0)
+                is_visible = position <= positions
+                if WINDOW:
+                    is_visible = is_visible & (position > positions - WINDOW)
+                score = tl.where(is_visible, score, float("-inf"))
             largest = tl.maximum(m, score)
             shrink = tl.exp(m - largest)
             added = tl.exp(score - largest)
             l = l * shrink + added
             o = o * shrink[:, None] + added[:, None] * seen_value
             m = largest
-            if other == row:
-                slot, head = tl.load(slots + row), kv_head + one
+            if (other >= row) & (other < row + num_queries):
+                slot, head = tl.load(slots + other), kv_head + one
                 _store_heads(k_pages, k_scales, key, slot, head, columns, inside, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
                 _store_heads(v_pages, v_scales, value, slot, head, columns, inside, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     return m, l, o
@@ -177,22 +186,23 @@ def _with_new_keys(
 
 @triton.jit
 def _merge_if_last(
-    m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, kv_head, split, NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, num_queries, kv_head, split,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a split's part of the softmax. The last program of a row and a KV head merges all parts."""
-    heads = tl.arange(0, o.shape[0])
+    """Store a split's part of the softmax. The last program of some rows and a KV head merges all parts."""
+    heads = tl.arange(0, o.shape[0])  # of the first row, then of the next
     dims = tl.arange(0, o.shape[1])
-    where = (row * NUM_HEADS + kv_head * GROUP + heads) * NUM_SPLITS + split
-    tl.store(partial_m + where, m, mask=heads < GROUP)
-    tl.store(partial_l + where, l, mask=heads < GROUP)
-    inside = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    is_there = heads < GROUP * num_queries
+    where = ((row + heads // GROUP) * NUM_HEADS + kv_head * GROUP + heads % GROUP) * NUM_SPLITS + split
+    tl.store(partial_m + where, m, mask=is_there)
+    tl.store(partial_l + where, l, mask=is_there)
+    inside = is_there[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(partial_o + where[:, None] * HEAD_DIM + dims[None, :], o, mask=inside)
     tl.debug_barrier()  # all threads have stored before one of them counts
     counter = num_arrived + row * (NUM_HEADS // GROUP) + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-        for head in range(GROUP):
-            at = row * NUM_HEADS + kv_head * GROUP + head
+        for head in range(GROUP * num_queries):
+            at = (row + head // GROUP) * NUM_HEADS + kv_head * GROUP + head % GROUP
             merged = _merged(partial_m, partial_l, partial_o, sinks, at, NUM_HEADS, HEAD_DIM, o.shape[1], NUM_SPLITS)
             tl.store(out + at * HEAD_DIM + dims, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
         tl.store(counter, 0)
@@ -200,16 +210,18 @@ def _merge_if_last(
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _decode_attention_kernel(
-    q, k, v, out, k_pages, v_pages, k_scales, v_scales, slots, seq_lens, block_tables, cos, sin, weight, eps, k_weight, k_eps,
-    sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride, num_rows, scale,
+    q, k, v, out, k_pages, v_pages, k_scales, v_scales, slots, seq_lens, block_tables, first_decodes, cos, sin, weight, eps,
+    k_weight, k_eps, sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride, num_rows,
+    scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, MAX_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
+    MAX_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a row's keys per program, with the queries that share a KV head. The last program merges.
 
     The pages have the old keys, and `k` those of this step. The last split stores the row's own, and attends to those that the
-    row sees: its own, and in a sequence with drafts those of the rows before it. Their slots are in the row's block table.
+    row sees: its own, and in a sequence with drafts those of the rows before it. Their slots are in the row's block table. A
+    program computes up to QUERIES rows of such a sequence, as `_decode_kernel` does.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -217,13 +229,18 @@ def _decode_attention_kernel(
     split = tl.program_id(2)
     heads = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
+    num_queries = 1
+    if first_decodes is not None:
+        num_queries = _num_queries(first_decodes, row, num_rows, QUERIES)
     table = block_tables + row * table_stride
-    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    seq_len = tl.load(seq_lens + row + tl.maximum(num_queries, 1) - 1).to(tl.int32)
     new_keys, is_seen = _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE, MAX_ROWS)
     num_old = tl.min(tl.where(is_seen, new_keys, seq_len), 0)
+    if first_decodes is not None:  # a program without queries waits like all others, and reads no keys
+        num_old = tl.where(num_queries > 0, num_old, 0)
     begin = 0
     if WINDOW:
-        begin = tl.maximum(seq_len - WINDOW, 0)
+        begin = tl.maximum(seq_len - (num_queries - 1) - WINDOW, 0)
     split_size = tl.cdiv(tl.cdiv(tl.maximum(num_old - begin, 0), NUM_SPLITS), TILE) * TILE
     first_key = begin + split * split_size
     last_key = tl.minimum(first_key + split_size, num_old)
@@ -236,9 +253,19 @@ def _decode_attention_kernel(
         gdc_wait()
 
     queries = q + row * q_stride + kv_head * GROUP * HEAD_DIM
-    query = _rotated(queries, row, cos, sin, weight, eps, heads[:, None], dims[None, :], GROUP, HEAD_DIM)
-    tile = query.to(q.dtype.element_ty)
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
+    if first_decodes is None:
+        query = _rotated(queries, row, cos, sin, weight, eps, heads[:, None], dims[None, :], GROUP, HEAD_DIM)
+    else:
+        if num_queries == 0:
+            return
+        index = tl.minimum(heads // GROUP, num_queries - 1)[:, None]  # of each row's query. Rows that pad have the last one
+        query = _rotated(
+            queries + index * q_stride, row + index, cos, sin, weight, eps, heads[:, None] % GROUP, dims[None, :], GROUP,
+            HEAD_DIM,
+        )  # fmt: skip
+        positions = seq_len - num_queries + tl.minimum(heads // GROUP, num_queries - 1)
+    tile = query.to(q.dtype.element_ty)
     m, l, o = _no_keys(ROWS, DIM)
     m, l, o = _with_tile(tile, k_tile, v_tile, k_scale, v_scale, m, l, o, keys, last_key, positions, scale, WINDOW)
     m, l, o = _over_tiles(
@@ -247,13 +274,13 @@ def _decode_attention_kernel(
     )  # fmt: skip
     if split == NUM_SPLITS - 1:
         m, l, o = _with_new_keys(
-            query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, kv_head, new_keys,
-            is_seen & (new_keys >= begin), cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale,
-            BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM,
+            query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, num_queries, positions, kv_head, new_keys,
+            is_seen & (new_keys >= begin), cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE,
+            NUM_KV_HEADS, HEAD_DIM, QUERIES, WINDOW,
         )  # fmt: skip
     _merge_if_last(
-        m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, kv_head, split, NUM_HEADS, GROUP, HEAD_DIM,
-        NUM_SPLITS,
+        m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, num_queries, kv_head, split, NUM_HEADS, GROUP,
+        HEAD_DIM, NUM_SPLITS,
     )  # fmt: skip
 
 
@@ -331,18 +358,18 @@ def decode_attention(
     pages: Pages = *cache.layer(layer), *cache.scales(layer)
     _, block_size, num_kv_heads, _ = pages[0].shape
     most_keys = min(metadata.max_seq_len, window or metadata.max_seq_len)
-    num_splits = min(num_splits_for(num_rows, num_kv_heads, most_keys), _MAX_SPLITS)
-    rows, dim, tile = row_and_tile_sizes(q, num_kv_heads)
+    queries, rows, dim, tile = row_and_tile_sizes(q, num_kv_heads, min(metadata.max_num_decodes, MAX_ROWS))
+    num_splits = min(num_splits_for(triton.cdiv(num_rows, queries), num_kv_heads, most_keys), _MAX_SPLITS)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     m, l = (q.new_empty(num_rows, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32)
     _launch(
         _decode_attention_kernel, (num_rows, num_kv_heads, num_splits),
-        q, k, v, out, *pages, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables, *rotation,
-        None if sinks is None else sinks.float().contiguous(), m, l, o,
-        arrivals.counters(MAX_ROWS * num_kv_heads, q.device), q.stride(0), k.stride(0), v.stride(0),
+        q, k, v, out, *pages, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables,
+        metadata.first_decodes if queries > 1 else None, *rotation, None if sinks is None else sinks.float().contiguous(),
+        m, l, o, arrivals.counters(MAX_ROWS * num_kv_heads, q.device), q.stride(0), k.stride(0), v.stride(0),
         metadata.block_tables.stride(0), num_rows, head_dim**-0.5,
-        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window or 0, MAX_ROWS,
+        block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window or 0, queries, MAX_ROWS,
     )  # fmt: skip
     return out
 

@@ -13,9 +13,9 @@ A padding token reads and writes a block of its own, which no sequence has. Chun
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -107,6 +107,11 @@ class CapturedGraphs(Generic[Key]):
                 self.capture_all(())
         return self.graphs.get(key)
 
+    def drop(self) -> None:
+        """Free all graphs. They are captured again as if they were new."""
+        self.graphs.clear()
+        self.wanted.clear()
+
     def capture_all(self, keys: Iterable[Key]) -> None:
         """Capture the graphs of these keys, and all that are wanted."""
         self.wanted |= set(keys)
@@ -135,6 +140,18 @@ class StepSize(NamedTuple):
     num_decodes: int
 
 
+@runtime_checkable
+class RowNumbers(Protocol):
+    """A number of each token that kernels read besides the batch. Padding has -1.
+
+    static: int64 [at least the tokens of any step], where graphs read them. new: int64 [num_tokens], those of the step.
+    """
+
+    static: Tensor
+    new: Tensor
+    is_static: bool  # whether a run reads `static`, of a graph
+
+
 class StepGraphs:
     """CUDA graphs of the forward pass of a step, by its StepSize.
 
@@ -142,6 +159,8 @@ class StepGraphs:
     max_num_rows: the most decodes of a step. on_first_use: as in CapturedGraphs.
     sizes: the numbers of prompt tokens to which steps are padded, in order. Those above info.num_graph_tokens are left out.
     num_groups: the number of KV groups, each of which has its own block tables and slots.
+    max_num_decodes: the most decodes of a sequence, of which drafts make several.
+    further: what kernels read besides the batch.
     """
 
     def __init__(
@@ -153,8 +172,11 @@ class StepGraphs:
         on_first_use: bool = True,
         sizes: Iterable[int] = (),
         num_groups: int = 1,
+        max_num_decodes: int = 1,
+        further: Sequence[RowNumbers] = (),
     ) -> None:
-        self.sizes, self._num_groups = capture_sizes(max_num_rows), num_groups
+        self.sizes, self._num_groups, self._further = capture_sizes(max_num_rows), num_groups, further
+        self._max_num_decodes = max_num_decodes
         self._decode_sizes = [*(size for size in DECODE_SIZES if size < max_num_rows), max_num_rows]
         self._prompt_sizes = [size for size in sizes if size <= info.num_graph_tokens]
         self.shapes = [StepSize(0, size) for size in self.sizes]
@@ -168,7 +190,7 @@ class StepGraphs:
         self._constants: dict[int, Tensor] = {}  # what padding holds, for the largest shape
         name = "a step of {0.num_decodes} decodes and {0.num_chunk_tokens} prompt tokens".format
         self.table = CapturedGraphs[StepSize](capture, self._launch, name, sum, on_first_use)
-        self.capture_next = self.table.capture_next
+        self.capture_next, self.drop_graphs = self.table.capture_next, self.table.drop
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
         """Capture run(batch) of each shape. Returns the tensor that the replays fill. None: no run has succeeded."""
@@ -204,7 +226,13 @@ class StepGraphs:
         if shape not in self._inputs:
             self._inputs[shape] = self._make_inputs(shape)
             self._fill(shape, None)
-        hidden = self._run(self._inputs[shape])
+        try:
+            for one in self._further:
+                one.is_static = True
+            hidden = self._run(self._inputs[shape])
+        finally:
+            for one in self._further:
+                one.is_static = False
         if "hidden" not in self._rows:
             self._rows["hidden"] = hidden.new_empty(sum(self._largest), hidden.shape[1])
         # Of a graph's own memory nothing is kept, so that the next graph has all of it.
@@ -235,6 +263,8 @@ class StepGraphs:
             num_decodes=shape.num_decodes,
             query_start_loc_cpu=starts,
             seq_lens_cpu=[self._info.max_model_len] * num_seqs,
+            first_decodes=rows("first decodes")[: shape.num_decodes] if self._max_num_decodes > 1 else None,
+            max_num_decodes=self._max_num_decodes,
         )
         if further := [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]:
             own = {one.name: getattr(attention, one.name) for one in fields(attention)}
@@ -247,7 +277,10 @@ class StepGraphs:
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes
         padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
+        padding += ((-1, -1),) * len(self._further)
         changing = self._changing(inputs), self._changing(batch or inputs)
+        changing[0].extend(one.static[: sum(shape)] for one in self._further)
+        changing[1].extend(one.new for one in self._further)
         copies: list[tuple[Tensor, Tensor]] = []  # targets and sources
         for static, new, (of_decodes, of_chunks) in zip(*changing, padding, strict=True):
             if batch is None:
@@ -257,6 +290,7 @@ class StepGraphs:
                 continue
             copies += self._rows_to_put(static[:start], new[:num_decodes], of_decodes)
             copies += self._rows_to_put(static[start:], new[num_decodes:], of_chunks)
+        copies += self._first_decodes_to_put(inputs.attention, batch)
         torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])  # by one kernel
         if shape.num_chunk_tokens and batch is not None:
             ends = [start - num_decodes + end for end in batch.attention.query_start_loc_cpu[num_decodes + 1 :]]
@@ -269,6 +303,16 @@ class StepGraphs:
         for group in groups_of(batch, self._info.block_size):
             changing += (group.slot_mapping, group.block_tables)
         return changing
+
+    def _first_decodes_to_put(self, inputs: AttentionMetadata, batch: ForwardBatch | None) -> list[tuple[Tensor, Tensor]]:
+        """List the copies of the batch's first decodes. Other decodes, and those that pad, are sequences of their own."""
+        if (static := inputs.first_decodes) is None:
+            return []
+        new = static[:0] if batch is None or batch.attention.first_decodes is None else batch.attention.first_decodes
+        if "own decodes" not in self._rows:
+            self._rows["own decodes"] = torch.arange(self.sizes[-1], device=self._device)
+        pairs = (static[: len(new)], new), (static[len(new) :], self._rows["own decodes"][len(new) : len(static)])
+        return [pair for pair in pairs if len(pair[0])]
 
     def _rows_to_put(self, static: Tensor, new: Tensor, value: int) -> list[tuple[Tensor, Tensor]]:
         """List the copies that put `new` into the first rows and `value` into the others. Tables are put at once."""

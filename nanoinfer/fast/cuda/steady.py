@@ -51,6 +51,7 @@ from nanoinfer.system.transfer import integers_on_device
 IDS, POSITIONS, LENGTHS, SLOTS, SEEDS, STEPS = range(6)  # the rows of SteadyBatch.numbers
 COUNTERS = slice(POSITIONS, SLOTS + 1)  # those that a step advances
 Rows = tuple[tuple[Sequence, int], ...]  # StepPlan.rows
+NO_GRAPH = CapturedGraph(lambda: None, torch.empty(0))
 
 
 # ---- the host
@@ -141,7 +142,7 @@ class SteadyExecutor(LocalExecutor):
         self.batch = SteadyBatch(self, config.max_num_rows, graphs.capture, on_first_use=graphs.on_first_use)
         self._rows: Rows | None = None  # those of the plan that the batch follows
         self._other_rows: Rows | None = None  # those of the last plan that it does not
-        self._graph: CapturedGraph
+        self._graph = NO_GRAPH
         self._outputs: list[SequenceOutput] = []
         if config.cudagraph_capture == "load":
             with torch.inference_mode(), self._in_step():
@@ -177,6 +178,11 @@ class SteadyExecutor(LocalExecutor):
     def capture_next(self) -> bool:
         with torch.inference_mode(), self._in_step():
             return self.batch.table.capture_next() or super().capture_next()
+
+    def drop_graphs(self) -> None:
+        super().drop_graphs()
+        self.batch.table.drop()
+        self._rows, self._graph = None, NO_GRAPH
 
     def _follow(self, plan: StepPlan, previous: LaunchedStep | None) -> bool:
         """Let the rows of the batch become those of another plan. Returns False if they cannot."""

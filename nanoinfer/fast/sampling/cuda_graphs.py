@@ -55,6 +55,9 @@ class SamplerGraphs(Route):
     def capture_next(self) -> bool:
         return self.table.capture_next()
 
+    def drop_graphs(self) -> None:
+        self.table.drop()
+
     def try_sample(self, rows: HeadRows, batch: SamplingBatch) -> Int[Tensor, " batch"] | None:
         """Replay the graph of the step. Returns None also if it is not captured."""
         num_rows = len(rows.hidden)

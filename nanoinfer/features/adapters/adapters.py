@@ -151,7 +151,9 @@ class Adapters(RequestFeature):
         """Return the model's runtime with a runner that makes adapters active."""
         hint = f", lower max_loras or max_lora_rank (the adapters take {self.num_bytes} bytes)"
         wrap = partial(AdapterRunner, adapters=self)
-        return replace(runtime, reserved_bytes=self.num_bytes, reserved_hint=hint, wrappers=(*runtime.wrappers, wrap))
+        has_memory = any(layer.add is not None for layer in self.layers.values())  # of kernels on a GPU
+        reserved = 0 if has_memory else self.num_bytes
+        return replace(runtime, reserved_bytes=reserved, reserved_hint=hint, wrappers=(*runtime.wrappers, wrap))
 
     def begin_step(self, runs: ExtraRuns, num_rows: int) -> ExtraRuns:
         """Make the adapters of a step active, and note its rows.

@@ -36,4 +36,6 @@ def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
         num_decodes=len(lens_cpu),
         query_start_loc_cpu=list(range(len(lens_cpu) + 1)),
         seq_lens_cpu=lens_cpu,
+        first_decodes=None,
+        max_num_decodes=1,
     )

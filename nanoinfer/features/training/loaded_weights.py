@@ -19,6 +19,7 @@ from nanoinfer.models.registry import ModelConfig, WeightRules
 
 if TYPE_CHECKING:
     from nanoinfer.features.distributed.sharding import Shards
+    from nanoinfer.features.training.freed_memory import FreedMemory
 
 
 class KernelWeight(Protocol):
@@ -61,6 +62,7 @@ class LoadedWeights(ModelWeights):
         self.places = {} if model is None else {name: owners[parameter] for name, parameter in model.named_parameters()}
         self._kernel_weights: dict[nn.Module, list[tuple[KernelWeight, int]]] = {}
         self._renewals: list[Callable[[], object]] = []
+        self.freed: dict[str, FreedMemory] = {}  # "weights" or "kv_cache" -> the memory of a GPU that sleep() has freed
 
     def add_kernel_weight(self, linear: nn.Module, weight: KernelWeight, start: int) -> None:
         """Renew a kernel's weight whenever the layer's weights change. start: the index of the layer's first output in it."""

@@ -107,15 +107,18 @@ class WeightMethods:
         self.engine.refusals.pop("pause", None)
 
     def sleep(self: LoadedLLM, level: int = 1) -> None:
-        """Give memory back to the system until wake_up(). It requires Linux, a model on a CPU, and that no request runs.
+        """Give memory back until wake_up(): a CPU's to the system, which must be Linux, or a GPU's. No request may run.
+
+        On a GPU, CUDA graphs are freed as well, and later steps capture them again.
 
         Args:
-            level: What is freed. 1: the KV cache with the cached prefixes. 2: the weights as well, all of which must then come
-                from update_weights or update_weights_from_path after wake_up().
+            level: What is freed. 1: the KV cache with the cached prefixes, and on a GPU the weights, which the host keeps in
+                pinned memory. 2: the weights for good, so that all must come from update_weights or update_weights_from_path
+                after wake_up().
 
         Raises:
             NanoinferError: Requests run. pause() ends them.
-            UnsupportedError: The system is not Linux, the model is on a GPU, or its weights cannot be replaced.
+            UnsupportedError: The model is on a CPU, and the system is not Linux. With level 2, the weights cannot be replaced.
         """
         from nanoinfer.features.training import update
 
@@ -124,30 +127,35 @@ class WeightMethods:
         engine = self.engine
         if engine.num_unfinished:
             raise NanoinferError(f"{engine.num_unfinished} requests run; wait for their end, or call pause() first")
-        if sys.platform != "linux" or engine.executor.info.device != "cpu":
-            raise UnsupportedError("sleep() needs Linux, and a model on a CPU; use close(), and later a new LLM")
+        is_on_cpu = engine.executor.info.device == "cpu"
+        if sys.platform != "linux" and is_on_cpu:
+            raise UnsupportedError("sleep() of a model on a CPU needs Linux; use close(), and later a new LLM")
         if level == 2:
             update.origin_of(update.runner_of(engine))  # raises if the weights cannot be replaced
         engine.reset_prefix_cache()
-        for tag in TAGS[2 - level :]:
+        for tag in TAGS[2 - level if is_on_cpu else 0 :]:
             without = "weights" if tag == "weights" else "KV cache"
             engine.refusals[tag] = EngineAsleepError(f"this LLM sleeps, without its {without}; call wake_up() first")
-            update.release_all(engine, weights=tag == "weights")
+            update.release_all(engine, weights=tag == "weights", is_kept=tag == "weights" and level == 1)
 
     def wake_up(self: LoadedLLM, tags: Sequence[Tag] | None = None) -> None:
-        """End sleep(). Linux provides the memory when it is first written.
+        """End sleep(). A GPU's memory is allocated again, and Linux provides a CPU's when it is first written.
 
         Args:
             tags: What to bring back: ["weights"] or ["kv_cache"], so that a later call brings back the other. None: both.
         """
+        from nanoinfer.features.training import update
+
         refusals, wanted = self.engine.refusals, TAGS if tags is None else tags
         if not all(is_one_of(tag, TAGS) for tag in wanted):
             raise InvalidValueError(f"tags must be None or a list of 'weights' and 'kv_cache', got {shown(tags)}")
         for tag in wanted:
-            if tag == "weights" and tag in refusals:
+            if not isinstance(refusals.get(tag), EngineAsleepError):
+                continue
+            if not update.take_back_all(self.engine, weights=tag == "weights") and tag == "weights":
                 refusals[tag] = WeightsMissingError(f"sleep(level=2) has freed the weights of this LLM; {_GIVE_ALL}")
             else:
-                refusals.pop(tag, None)
+                del refusals[tag]
 
     def is_sleeping(self: LoadedLLM) -> bool:
         """Whether sleep() has freed memory that wake_up() has not taken back."""

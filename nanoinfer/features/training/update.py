@@ -18,6 +18,7 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import InvalidTypeError, UnsupportedError, WeightsError, first_ten, shown
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.execution.model_runner import ModelRunner
+from nanoinfer.features.training.freed_memory import FreedMemory
 from nanoinfer.features.training.loaded_weights import LoadedWeights, Origin
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
@@ -137,16 +138,42 @@ def _fill(runner: ModelRunner, weights: Weights) -> None:
         held.write(name.removeprefix(origin.rules.prefix), values.T if name.endswith(origin.rules.transpose) else values)
 
 
-def release_all(engine: LLMEngine, *, weights: bool) -> None:
-    """Give the memory of the KV caches, or of the weights, back to the system on all ranks. The contents are lost."""
+def release_all(engine: LLMEngine, *, weights: bool, is_kept: bool) -> None:
+    """Free the memory of the KV caches, or of the weights, on all ranks. is_kept: as in `release`."""
     executor = cast(LocalExecutor, engine.executor)
-    executor.runner.on_all_ranks(partial(release, weights=weights))
-    for owner in () if weights else executor.graph_owners:
-        if isinstance(owner, LocalExecutor):  # a drafter, whose cache has the same tokens
-            release(owner.runner, weights=False)
+    executor.drop_graphs()
+    executor.runner.on_all_ranks(partial(release, weights=weights, is_kept=is_kept))
+    for drafter in _drafters(engine, weights=weights):
+        release(drafter, weights=weights, is_kept=True)
 
 
-def release(runner: ModelRunner, *, weights: bool) -> None:
-    """Give the memory of the KV cache, or of the weights, back to the system on this rank. The contents are lost."""
-    for tensor in weights_of(runner).tensors() if weights else runner.cache.tensors():
-        release_pages(tensor)
+def release(runner: ModelRunner, *, weights: bool, is_kept: bool) -> None:
+    """Free the memory of the KV cache, or of the weights, on this rank. is_kept: a GPU's weights are kept on the host."""
+    held, tag = weights_of(runner), "weights" if weights else "kv_cache"
+    tensors = held.tensors() if weights else runner.cache.tensors()
+    if tensors[0].device.type == "cpu":
+        for tensor in tensors:
+            release_pages(tensor)
+    elif tag in held.freed:
+        held.freed[tag].is_kept &= is_kept
+    else:  # of rounded weights only the arrays of kernels can be replaced
+        held.freed[tag] = FreedMemory([*tensors, *(runner.model.parameters() if is_kept else ())], is_kept=is_kept)
+
+
+def take_back_all(engine: LLMEngine, *, weights: bool) -> bool:
+    """Allocate a GPU's memory again after release_all. Returns whether it has its contents."""
+    is_kept = runner_of(engine).on_all_ranks(partial(take_back, weights=weights))
+    for drafter in _drafters(engine, weights=weights):
+        take_back(drafter, weights=weights)
+    return is_kept
+
+
+def take_back(runner: ModelRunner, *, weights: bool) -> bool:
+    freed = weights_of(runner).freed.pop("weights" if weights else "kv_cache", None)
+    return freed is not None and freed.take_back()
+
+
+def _drafters(engine: LLMEngine, *, weights: bool) -> list[ModelRunner]:
+    """Return the runners of drafters, whose caches have the same tokens, and whose weights keep their memory."""
+    owners = cast(LocalExecutor, engine.executor).graph_owners
+    return [owner.runner for owner in owners if isinstance(owner, LocalExecutor) and not weights]

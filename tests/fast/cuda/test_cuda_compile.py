@@ -60,7 +60,8 @@ def kernels_of(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(  # Triton's interpreter is slow
-    ("family", "dtype"), [("qwen2", HALF), ("qwen3", "float32"), ("qwen3", HALF), ("qwen3_moe", "float32")]
+    ("family", "dtype"),
+    [("qwen2", HALF), ("qwen3", "float32"), ("qwen3", HALF), ("qwen2_moe", "float32"), ("gpt_oss_window", HALF)],
 )
 def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)

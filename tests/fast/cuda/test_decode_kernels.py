@@ -53,10 +53,16 @@ def attention_inputs(lengths, generator):
 @pytest.mark.parametrize("rows", LENGTHS)
 @pytest.mark.parametrize("options", [{}, {"window": 69}, {"window": 2, "sinks": torch.linspace(-1, 2, NUM_HEADS).to(DEVICE)}])
 def test_one_kernel_rotates_stores_and_attends_as_four(rows, options):
-    """The rows of a draft attend to those before it, whose keys the same launch stores. The counters end at 0."""
+    """The rows of a draft attend to those before it, whose keys the same launch stores. The counters end at 0.
+
+    A program computes the rows of a sequence together or alone.
+    """
     lengths, arrivals, found = LENGTHS[rows], Arrivals(), []
-    for is_fused in (True, True, False):
+    for is_fused, are_together in ((True, False), (True, True), (False, True), (False, False)):
         metadata, (q, k, v), rotation = attention_inputs(lengths, torch.Generator().manual_seed(0))
+        if are_together:
+            firsts = [0, 0, 0, 3] if rows == "drafts" else range(len(lengths))
+            metadata = replaced(metadata, first_decodes=torch.tensor([*firsts], device=DEVICE), max_num_decodes=3)
         cache = KVCache(
             num_layers=1,
             num_blocks=NUM_BLOCKS,
@@ -73,9 +79,9 @@ def test_one_kernel_rotates_stores_and_attends_as_four(rows, options):
         else:
             out = paged_attention(cache, metadata, 0, q, k, v, rotation=rotation, **options)
         found.append([out, *cache.pages])
-    for fused in found[:2]:
-        torch.testing.assert_close(fused, found[2], rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert found[2][0].isnan().any(-1).sum() == NUM_HEADS // NUM_KV_HEADS  # the comparison sees the value that is not finite
+    for other in found[:3]:
+        torch.testing.assert_close(other, found[3], rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert found[3][0].isnan().any(-1).sum() == NUM_HEADS // NUM_KV_HEADS  # the comparison sees the value that is not finite
 
 
 E = 2**-24  # the unit roundoff of fp32

@@ -61,7 +61,7 @@ def rotated_and_stored(q, k, v):
     module = RotatedAttention(KernelRotation(FusedRotation(None)), KernelRotation(FusedRotation(norm_of(K_WEIGHT))))
     cache = KVCache(num_layers=1, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=16, device=DEVICE)
     metadata = metadata_for([(0, 3)], 2, 4, torch.Generator().manual_seed(0), DEVICE)
-    with mock.patch.object(triton, "prefill", lambda q, k_pages, v_pages, out, *others: out.copy_(q)):
+    with mock.patch.object(triton, "prefill", lambda q, pages, out, *others: out.copy_(q)):
         out = module(TritonBackend().begin_step(cache, metadata), 0, q, k, v, *ANGLES)
     return torch.cat((out, *cache.gather(0, metadata.block_tables[0], 3)), dim=1)
 
@@ -226,9 +226,9 @@ def test_every_tensor_that_a_launch_makes_begins_at_16_bytes_whatever_the_number
         top_p, u = (torch.zeros(num_rows, dtype=torch.float64) for _ in range(2))
         choose(torch.zeros(num_rows, 40), ParameterColumns(top_p=top_p), u)
         lens, tables = torch.ones(num_rows, dtype=torch.int64), torch.zeros(num_rows, 1, dtype=torch.int32)
-        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables)
+        metadata = SimpleNamespace(max_seq_len=1, seq_lens=lens, block_tables=tables, first_decodes=None, max_num_decodes=1)
         q = torch.zeros(num_rows, 7, 16)
-        triton.decode(q, pages, pages, q.clone(), metadata, 0, None)
+        triton.decode(q, (pages, pages, None, None), q.clone(), metadata, 0, None)
     assert len(addresses) > 30
     assert all(address % 16 == 0 for address in addresses)
 
