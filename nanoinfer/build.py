@@ -185,7 +185,8 @@ def make_executor(
         why = "enforce_eager=True uses torch's products, whose bits do" if config.enforce_eager else "this machine's do"
         raise UnsupportedError(
             f"batch_invariant=True requires rows whose bits do not depend on the batch; {why}, for this model in "
-            f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler"
+            f"{info.dtype} on {runtime.device.type}; leave it out, or use a CPU with a C++ compiler "
+            "or a GPU with attention_backend='triton'"
         )
     if config.logits_processors or config.stages is not None:
         from nanoinfer.features.own_code.logits_processors import with_processors

@@ -9,6 +9,7 @@ architecture, so kernels are compiled for it, with the types and constants of th
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -103,6 +104,7 @@ REACH: dict[str, dict[str, str]] = {
     "_linear_kernel": LINEAR | {
         "partial": "grid[1] * ROWS * grid[0] * COLUMNS", "num_arrived": "grid[0]",
     },
+    "_invariant_linear_kernel": LINEAR | {"residual": "num_rows * NUM_OUT"},
     "_decode_linear_kernel": LINEAR | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
     "_decode_attention_kernel": {
         "q": "(grid[0] - 1) * q_stride + NUM_HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + NUM_KV_HEADS * HEAD_DIM",
@@ -259,7 +261,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
     model.rotary_emb.float()  # as the loader leaves it
-    model = compile_model(model).model
+    models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
         "device": "meta",
@@ -270,7 +272,8 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
         attend, in_int8 = (TritonBackend().begin_step(each, batch.attention) for each in (cache, int8_cache))
         with torch.inference_mode():
-            for each in (attend, in_int8, lambda *heads, **options: attend(*heads, **options)):  # noqa: B023  the last is no backend's
+            others = lambda *heads, **options: attend(*heads, **options)  # noqa: B023, E731  which is no backend's
+            for model, each in (*itertools.product(models, (attend, others)), (models[0], in_int8)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.sampling import sampler
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.system.transfer import HostCopy
 
 PARAMETERS = {"greedy": {"temperature": 0.0}, "full": {"temperature": 1.0, "top_k": 40, "top_p": 0.9}}
 ROWS, CONTEXT, BLOCK_SIZE, NUM_STEPS = (1, 16, 64, 256), 64, 16, 64
@@ -54,9 +54,9 @@ class Sampled(sampler.SampledTokens):
 
     def __init__(self, token_ids: Tensor, *arguments: Any) -> None:
         super().__init__(token_ids, *arguments)
-        self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype)
-        self._on_host.copy_(token_ids, non_blocking=True)
-        self._is_there = SimpleNamespace(synchronize=lambda: None)
+        copied = torch.empty(token_ids.shape, dtype=token_ids.dtype)
+        copied.copy_(token_ids, non_blocking=True)
+        self._on_host = HostCopy(copied)
 
 
 @contextmanager

@@ -375,6 +375,8 @@ class TritonBackend:
     supports_windows = True
     supports_sinks = True
 
+    num_splits: int | None = None  # of the keys of a decode. None: as many as keep the GPU busy (num_splits_for)
+
     def __init__(self, *, enforce_eager: bool = False) -> None:
         """enforce_eager has no effect: Triton compiles a kernel when it is first called, and keeps it on disk."""
 
@@ -387,7 +389,8 @@ class TritonBackend:
         return None if head_dim <= MAX_HEAD_DIM else f"it supports a head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
 
     def begin_step(self, cache: KVCache, metadata: AttentionMetadata) -> Attend:
-        return partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
+        step = partial(paged_attention, cache, replace(metadata, block_tables=metadata.block_tables.int()))
+        return step if self.num_splits is None else partial(step, num_splits=self.num_splits)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_seq_len: int) -> int:
@@ -417,15 +420,21 @@ def paged_attention(
     window: Window = None,
     sinks: Sinks = None,
     rotation: Rotation | None = None,
+    num_splits: int | None = None,
 ) -> Queries:
-    """Store k and v, then attend for the decoding sequences and for the prompt chunks. rotation: applied to q and k before."""
+    """Store k and v, then attend for the decoding sequences and for the prompt chunks.
+
+    Args:
+        rotation: applied to q and k before.
+        num_splits: as in TritonBackend.
+    """
     pages: Pages = *cache.layer(layer), *cache.scales(layer)
     q, k, v = (with_whole_heads(x) for x in (q, k, v))
     q = rotate_and_store(q, rotation, k, v, *pages[:2], metadata.slot_mapping, *pages[2:])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n, sinks = metadata.num_decodes, None if sinks is None else sinks.float().contiguous()
     if n:
-        decode(q[:n], pages, out[:n], metadata, window or 0, sinks)
+        decode(q[:n], pages, out[:n], metadata, window or 0, sinks, num_splits)
     if n < len(metadata.seq_lens):
         prefill(q, pages, out, metadata, window or 0, sinks)
     return out
@@ -474,13 +483,26 @@ def prefill(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, w
     )  # fmt: skip
 
 
-def decode(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, window: int, sinks: Sinks) -> None:
-    """Attend for the decoding sequences, and write `out`, which has a row per sequence. window: in tokens. 0: no window."""
+def decode(
+    q: Tensor,
+    pages: Pages,
+    out: Tensor,
+    metadata: AttentionMetadata,
+    window: int,
+    sinks: Sinks,
+    num_splits: int | None = None,
+) -> None:
+    """Attend for the decoding sequences, and write `out`, which has a row per sequence.
+
+    Args:
+        window: in tokens. 0: no window.
+        num_splits: as in TritonBackend.
+    """
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = pages[0].shape
     queries, rows, dim, tile = row_and_tile_sizes(q, num_kv_heads, metadata.max_num_decodes)
     most_keys = min(metadata.max_seq_len, window or metadata.max_seq_len)
-    num_splits = num_splits_for(triton.cdiv(num_seqs, queries), num_kv_heads, most_keys)
+    num_splits = num_splits or num_splits_for(triton.cdiv(num_seqs, queries), num_kv_heads, most_keys)
     # Two allocations: in one, 14 heads would move the second off 16 bytes, and Triton would compile again.
     m, l = (q.new_empty(num_seqs, num_heads, num_splits, dtype=torch.float32) for _ in range(2))
     o = q.new_empty(num_seqs, num_heads, num_splits, head_dim, dtype=torch.float32)

@@ -251,6 +251,7 @@ def _check(name: str, device: torch.device) -> Check:
             return Check(name, None, f"failed: {first_line(error)}", True)
         is_right = difference < TOLERANCE[dtype]
         result = f"{'right' if is_right else 'WRONG'} in {str(dtype).removeprefix('torch.')}, off by {difference:.1e}"
+        result += f", computed by {backend.library}" if hasattr(backend, "library") else ""
         return Check(name, difference, result, not is_right)
     return Check(name, None, f"cannot be used: {reason}", False)
 

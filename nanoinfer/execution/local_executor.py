@@ -5,7 +5,9 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -17,9 +19,10 @@ from nanoinfer.execution.executor import ExecutorInfo, SequenceOutput, StepOutpu
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime, make_runner, make_sampler
-from nanoinfer.sampling.batch import SamplingBatch
+from nanoinfer.sampling.batch import PendingTokens, SamplingBatch, reads_pending, sampled_positions
 from nanoinfer.sampling.routes import Route
-from nanoinfer.sampling.sampler import HeadRows, SampledTokens, SamplerOutput
+from nanoinfer.sampling.sampler import HeadRows, LateTokens, SampledTokens, SamplerOutput
+from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.step_plan import StepPlan, accepted_rows, prompt_rows_of
 from nanoinfer.system.transfer import integers_on_device
 
@@ -31,7 +34,7 @@ class LaunchedStep:
     """A step whose tokens are being sampled on the device."""
 
     plan: StepPlan
-    tokens: SampledTokens
+    tokens: SampledTokens | LateTokens
     must_sync: bool
     seconds: dict[str, float]
 
@@ -47,6 +50,7 @@ class LocalExecutor:
         owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
+        self._late: Callable[[], LateTokens | None] = lambda: None  # the tokens of the last step, if they are chosen later
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs, runtime.routes)
 
@@ -55,6 +59,7 @@ class LocalExecutor:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._in_step():
             start = time.perf_counter()
+            self._sample_late()
             batch = ForwardBatch.build(plan, self.info.block_size, self.device)
             if previous is not None:
                 fill_in(batch.input_ids, plan, previous.plan, previous.tokens.token_ids)
@@ -63,9 +68,7 @@ class LocalExecutor:
             forwarded = time.perf_counter()
             rows = self.runner.head_rows(hidden, batch.logits_indices)
             reads_prompts = self._read_prompts(plan, hidden, rows)  # before the sampler writes into the logits
-            sequences, last = [seq for seq, _ in plan.rows], self._previous_sampling_batch
-            sampling = self._previous_sampling_batch = SamplingBatch.build(sequences, self.info.vocab_size, self.device, last)
-            tokens = (plan.sampler or self.sampler)(rows, sampling)
+            tokens = self._sample(plan, previous, rows)
             sampled = time.perf_counter() - forwarded
         must_sync = tokens.must_sync or reads_prompts
         seconds = {"build": built - start, "forward": forwarded - built, "sample": sampled}
@@ -115,6 +118,32 @@ class LocalExecutor:
             self.info.num_graph_tokens, taken / 2**20, kept / 2**20, time.perf_counter() - start,
         )  # fmt: skip
 
+    def _sample(self, plan: StepPlan, previous: LaunchedStep | None, rows: HeadRows) -> SampledTokens | LateTokens:
+        """Launch the choice of the tokens, unless it reads a token of the previous step, which the host does not know yet."""
+        sequences = [seq for seq, _ in plan.rows]
+        positions = tuple(sampled_positions(sequences))
+
+        def sample(pending: PendingTokens | None = None) -> SampledTokens:
+            last, size = self._previous_sampling_batch, self.info.vocab_size
+            batch = SamplingBatch.build(sequences, size, self.device, last, positions, pending)
+            self._previous_sampling_batch = batch
+            tokens: SampledTokens = (plan.sampler or self.sampler)(rows, batch)
+            return tokens
+
+        if not previous:
+            return sample()
+        if not plan.sampler and self.sampler.may_be_late and any(map(reads_pending, sequences)):
+            late = LateTokens(sample, must_sync=any(seq.params.logits_processors for seq in sequences))
+            self._late = ref(late)  # a step that the engine drops is not sampled
+            return late
+        return sample(pending_of(sequences, previous) if any(seq.params.has_penalty for seq in sequences) else None)
+
+    def _sample_late(self) -> None:
+        """Choose the tokens of the step before, if they were not. Its rows are valid until the next forward pass."""
+        if late := self._late():
+            late.sample()
+        self._late = lambda: None
+
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
         """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""
         if not (prompt_rows := prompt_rows_of(plan.scheduled)):
@@ -139,6 +168,16 @@ def fill_in(
     elif indices:
         places, sources = integers_on_device([indices, rows], input_ids.device)
         input_ids[places] = token_ids[sources].clamp(min=0)
+
+
+def pending_of(sequences: list[Sequence], previous: LaunchedStep) -> PendingTokens | None:
+    """Return the newest tokens of rows that the previous step samples, if any. sequences: the sequence of each row."""
+    rows = [row for row, seq in enumerate(sequences) if seq.num_tokens > len(seq.token_ids)]
+    if not rows:
+        return None
+    row_of = {seq: row for row, (seq, _) in enumerate(previous.plan.rows)}
+    [sources] = integers_on_device([[row_of[sequences[row]] for row in rows]], previous.tokens.token_ids.device)
+    return PendingTokens(rows, previous.tokens.token_ids[sources])
 
 
 def _outputs_of(plan: StepPlan, sampled: SamplerOutput) -> list[SequenceOutput]:

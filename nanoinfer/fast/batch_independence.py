@@ -4,7 +4,7 @@ In: a compiled model, with its attention and its cache's sizes. Out: True or Fal
 construction, so this checks the rest: a user's model or attention, and compilers that reorder additions.
 
 A prompt and two decode steps run alone, then together with other prompts, and with batch_invariant also token by token, each
-with every number of threads up to torch's, because a team that is in use leaves a single thread (fast/cpu/program.cpp).
+on a CPU with every number of threads up to torch's, because a team that is in use leaves one thread (fast/cpu/program.cpp).
 """
 
 from functools import partial
@@ -49,8 +49,9 @@ def is_batch_independent(runtime: Runtime, *, has_single_queries: bool = False) 
     decodes = [1] * NUM_DECODES
     run = partial(hidden_rows, runner)
     results = []
-    for num in range(1, num_threads() + 1):
-        with one_torch_thread(num):
+    numbers = range(1, num_threads() + 1) if runtime.device.type == "cpu" else [1]
+    for num in numbers:
+        with one_torch_thread(num), runtime.in_step():
             results.append(run([sequences[COMPARED]], [[num] for num in (lengths[COMPARED], *decodes)]))
             results.append(run(sequences, [lengths, *([num] * len(sequences) for num in decodes)]))
             if has_single_queries:
@@ -84,7 +85,7 @@ def same_bits(first: Tensor, other: Tensor) -> bool:
 
 def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list[int]]) -> Float[Tensor, "num_tokens hidden"]:
     """Return the rows of the compared or only sequence. steps: for each step, the number of new tokens of each sequence."""
-    cache = runner.cache
+    cache, device = runner.cache, next(runner.model.parameters()).device
     compared = sequences[COMPARED if len(sequences) > 1 else 0]
     for seq in sequences:
         seq.num_computed_tokens = 0
@@ -96,7 +97,7 @@ def hidden_rows(runner: ModelRunner, sequences: list[Sequence], steps: list[list
             seq, record, state_slot = item.sequence, tables_of(item.sequence), int(item.sequence.request_id)
             record.state_slot = state_slot if seq.num_computed_tokens else -1
             record.state_writes = {seq.num_computed_tokens + item.num_new_tokens: state_slot}
-        hidden = runner.forward(ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, torch.device("cpu")))
+        hidden = runner.forward(ForwardBatch.build(StepPlan(tuple(items)), cache.block_size, device))
         start = 0
         for item in items:
             if item.sequence is compared:

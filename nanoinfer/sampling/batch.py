@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoinfer.sampling.draw import uniform
 from nanoinfer.sampling.state import SamplingState
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Constraint, Sequence
+from nanoinfer.scheduling.sequence import Constraint, Sequence, SequenceStatus
 from nanoinfer.system.transfer import on_device
 
 _NUMBERS = operator.attrgetter("temperature", "min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -40,6 +40,13 @@ class TokenEntries:
 
     def write(self, logits: Float[Tensor, "batch vocab"], values: Float[Tensor, " entries"]) -> None:
         logits.view(-1).index_copy_(0, self.rows * logits.shape[-1] + self.ids, values)
+
+
+class PendingTokens(NamedTuple):
+    """The newest tokens of some rows, which the step before samples: their rows, and the ids, -1 for no token."""
+
+    rows: list[int]
+    token_ids: Int[Tensor, " some_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,13 @@ class SamplingBatch(ParameterColumns):
 
     @classmethod
     def build(
-        cls, sequences: list[Sequence], vocab_size: int, device: torch.device, last: "SamplingBatch | None" = None
+        cls,
+        sequences: list[Sequence],
+        vocab_size: int,
+        device: torch.device,
+        last: "SamplingBatch | None" = None,
+        positions: tuple[int, ...] | None = None,
+        pending: PendingTokens | None = None,
     ) -> "SamplingBatch":
         """Gather the parameters of the sequences.
 
@@ -123,6 +136,8 @@ class SamplingBatch(ParameterColumns):
             sequences: the sequence of each row, in order. A sequence with drafts is repeated for each draft.
             last: an earlier batch of the same vocabulary and device. Its of_params is reused if the rows are the same. If these
                 are also greedy and have no state, the batch itself is returned. None: nothing is reused.
+            positions: the index in prompt + output of each row's new token. None: those of sampled_positions.
+            pending: the newest tokens that only the device knows, which penalties count. None: the host knows all.
         """
         params = tuple([seq.params for seq in sequences])
         if last is not None and len(last.params) == len(params) and all(map(operator.is_, last.params, params)):
@@ -132,7 +147,7 @@ class SamplingBatch(ParameterColumns):
         else:
             of_params = columns_and_groups(params, vocab_size, device)
             is_stateful = any(is_stateful_row(seq) for seq in sequences)
-        positions = tuple(sampled_positions(sequences))
+        positions = tuple(sampled_positions(sequences)) if positions is None else positions
         if of_params["row_groups"].all_greedy:
             u, draws = on_device(torch.zeros(len(sequences), dtype=torch.float64), device), None
         else:
@@ -142,7 +157,7 @@ class SamplingBatch(ParameterColumns):
             params=params,
             of_params=of_params,
             **of_params,
-            **(_entries(sequences, positions, vocab_size, device) if is_stateful else {}),
+            **(_entries(sequences, positions, vocab_size, device, pending) if is_stateful else {}),
             with_processors={row: seq for row, seq in enumerate(sequences) if is_stateful and seq.params.logits_processors},
             u=u,
             is_stateful=is_stateful,
@@ -151,7 +166,7 @@ class SamplingBatch(ParameterColumns):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the host must have the tokens of this step before it can prepare the next step."""
+        """Whether what limits the next tokens, or a function of a user, reads the tokens of this step."""
         return self.is_stateful and any(seq.num_free_tokens == 0 for seq in self.sequences)
 
     @property
@@ -187,9 +202,16 @@ def _uniform(
     return ahead[0], _Draws(seeds, positions, ahead[1:])
 
 
-def is_stateful_row(seq: Sequence) -> bool:
+def is_stateful_row(seq: Sequence, num_output: int = 0) -> bool:
+    """Whether a row may have entries or processors after so many tokens of the answer."""
     params = seq.params
-    return bool(seq.constraints or params.logits_processors) or params.needs_sampling_state or params.min_tokens > 0
+    return bool(seq.constraints or params.logits_processors) or params.needs_sampling_state or params.min_tokens > num_output
+
+
+def reads_pending(seq: Sequence) -> bool:
+    """Whether the constraints of a sequence's next token read a token that only the device knows."""
+    index = seq.num_tokens - 1 - len(seq.prompt_token_ids)  # of the newest token
+    return seq.num_tokens > len(seq.token_ids) and any(each.num_free(index) == 0 for each in seq.constraints)
 
 
 def sampled_positions(sequences: Iterable[Sequence]) -> list[int]:
@@ -240,7 +262,9 @@ def columns_and_groups(params: tuple[SamplingParams, ...], vocab_size: int, devi
     }
 
 
-def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: int, device: torch.device) -> dict[str, Any]:
+def _entries(
+    sequences: list[Sequence], positions: tuple[int, ...], vocab_size: int, device: torch.device, pending: PendingTokens | None
+) -> dict[str, Any]:
     """Gather the lists of ids: those of the parameters and of constraints, and those that grow with the output.
 
     Returns the fields of SamplingBatch that hold them.
@@ -248,6 +272,8 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
     entries: defaultdict[str, list[tuple[int, Iterable[int], Iterable[float] | None]]] = defaultdict(list)
     masks: dict[int, Constraint] = {}
     for row, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
+        if seq.status is SequenceStatus.FINISHED:  # nobody reads its token
+            continue
         params, index, must_end = seq.params, position - len(seq.prompt_token_ids), False
         for constraint in seq.constraints:
             must_end |= constraint.is_complete
@@ -267,6 +293,9 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
         if state.token_counts is not None:
             entries["token_counts"].append((row, state.token_counts.ids, state.token_counts.output_counts))
     fields: dict[str, Any] = {name: _pack(rows, device) for name, rows in entries.items()}
+    if pending and "token_counts" in entries:
+        counted = {row for row, _, _ in entries["token_counts"]}
+        fields["token_counts"] = _with_pending(fields["token_counts"], len(sequences), pending, counted)
     if masks:
         forbidden = np.empty((len(masks), vocab_size), dtype=np.uint8)
         for i, (row, constraint) in enumerate(masks.items()):  # 30 us each, while a GPU still runs the forward pass
@@ -276,6 +305,26 @@ def _entries(sequences: list[Sequence], positions: tuple[int, ...], vocab_size: 
     if "allowed" in entries:
         fields["allowed_rows"] = on_device(torch.tensor([row for row, _, _ in entries["allowed"]]), device)
     return fields
+
+
+def _with_pending(counts: TokenEntries, num_rows: int, pending: PendingTokens, counted: set[int]) -> TokenEntries:
+    """Count the newest tokens, which only the device knows. counted: the rows of which tokens are counted.
+
+    An id that is new gets an entry. One that has an entry gets a second of the same number, so that both write the same logit.
+    """
+    assert counts.values is not None
+    picked = [i for i, row in enumerate(pending.rows) if row in counted]
+    if not picked:
+        return counts
+    rows, of_rows = on_device(torch.tensor([[pending.rows[i] for i in picked], picked]), counts.rows.device)
+    ids = pending.token_ids[of_rows].clamp(min=0)  # -1 is no token, and its row is dropped later
+    newest = torch.full((num_rows,), -1, device=ids.device).index_copy_(0, rows, ids)
+    values = counts.values + (counts.ids == newest[counts.rows])
+    earlier = torch.where(counts.ids == newest[counts.rows], counts.values, 0)
+    numbers = torch.zeros(num_rows, dtype=torch.int64, device=ids.device).index_add_(0, counts.rows, earlier)
+    return TokenEntries(
+        torch.cat((counts.rows, rows)), torch.cat((counts.ids, ids)), torch.cat((values, numbers[rows] + 1))
+    )  # fmt: skip
 
 
 def _pack(rows: list[tuple[int, Any, Any]], device: torch.device) -> TokenEntries:

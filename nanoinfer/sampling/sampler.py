@@ -5,6 +5,7 @@ In: HeadRows and a SamplingBatch. Out: SampledTokens, and from these a SamplerOu
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +16,7 @@ from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.draw import argmax, draw
 from nanoinfer.sampling.stages import STAGES as STAGES  # users import it from here
 from nanoinfer.sampling.stages import STAGES_FROM_TEMPERATURE, Logits, Stage, apply_logits_processors, stage_name
+from nanoinfer.system.transfer import HostCopy
 
 PART_BYTES = 2**22  # the logits of which a stage from the temperature on, or the draw, computes new ones at a time
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or try dtype='float32'"
@@ -60,7 +62,7 @@ class SampledTokens:
     Attributes:
         logits: what the stages have left. None: no stage ran, since a route chose among the model's own logits.
         must_sync: whether the host must have the tokens before it can prepare the next step.
-        report: makes the reports of rows, given the token ids.
+        report: makes the reports of rows, given the token ids. What it reads of the device was copied when it was made.
     """
 
     def __init__(
@@ -69,19 +71,30 @@ class SampledTokens:
         """Start copying the ids to the host. explain: says why a row, whose id is -1, has no token."""
         self.token_ids, self.logits, self.must_sync, self._explain = token_ids, logits, must_sync, explain
         self.report: Callable[[list[int]], dict[int, TokenReport]] = lambda token_ids: {}
-        self._on_host, self._is_there = token_ids, None
-        if token_ids.device.type != "cpu":  # the copy is queued after the choice, and before the next work of the device
-            self._on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._on_host.copy_(token_ids, non_blocking=True)
-            self._is_there = torch.get_device_module(token_ids.device).Event()
-            self._is_there.record()
+        self._on_host = HostCopy(token_ids)
 
     def read(self) -> SamplerOutput:
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        token_ids: list[int] = self._on_host.tolist()
+        token_ids: list[int] = self._on_host.read()[0].tolist()
         errors = {row: self._explain(row) for row, token_id in enumerate(token_ids) if token_id < 0}
         return SamplerOutput(token_ids, errors, self.report(token_ids))
+
+
+class LateTokens:
+    """The tokens of a step whose constraints read the tokens of the step before, chosen when they are first needed.
+
+    Until then the device computes the forward pass, and the host reads the tokens of the step before.
+    """
+
+    def __init__(self, sample: Callable[[], SampledTokens], must_sync: bool) -> None:
+        """sample: launches the choice. It is called once. must_sync: as that of SampledTokens."""
+        self.sample, self.must_sync = cache(sample), must_sync
+
+    @property
+    def token_ids(self) -> Int[Tensor, " batch"]:
+        return self.sample().token_ids
+
+    def read(self) -> SamplerOutput:
+        return self.sample().read()
 
 
 class Sampler:
@@ -94,6 +107,7 @@ class Sampler:
         """stages: in their order. features/own_code adds those of users to STAGES."""
         self.stages = stages
         self.has_user_stages = stages != STAGES
+        self.may_be_late = not self.has_user_stages  # whether it may be called after later steps were planned (LateTokens)
 
     def __call__(self, rows: HeadRows, batch: SamplingBatch) -> SampledTokens:
         """Choose a token per row. The stages may write into the logits of the rows."""
@@ -130,7 +144,8 @@ class Sampler:
                 return NOT_FINITE
             return self._explain_empty_row(torch.zeros_like(logits), batch, row)
 
-        return SampledTokens(token_ids, logits, self.has_user_stages or batch.reads_tokens, explain)
+        must_sync = self.has_user_stages or bool(batch.with_processors) or (not self.may_be_late and batch.reads_tokens)
+        return SampledTokens(token_ids, logits, must_sync, explain)
 
     def _explain_empty_row(self, blank: Logits, batch: SamplingBatch, row: int) -> str:
         """Name the stage that removed a row's last token: run the stages again on zeros, and check after each.

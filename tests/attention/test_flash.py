@@ -5,6 +5,7 @@ The double (tests/helpers/flash_attn_double.py) refuses what the package refuses
 
 import importlib
 import importlib.util
+import inspect
 import sys
 
 import pytest
@@ -30,12 +31,26 @@ def flash(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", flash_attn_double)
     monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
     yield importlib.import_module("nanoinfer.attention.flash")
-    sys.modules.pop("nanoinfer.attention.flash")
+    sys.modules.pop("nanoinfer.attention.flash", None)
+
+
+@pytest.fixture
+def torchs_flash(monkeypatch):
+    """nanoinfer.attention.flash as it is without the package."""
+    if "block_table" not in inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters:
+        pytest.skip("torch is older than 2.12")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
+    module = importlib.import_module("nanoinfer.attention.flash")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "varlen_attn", flash_attn_double.varlen_attn)
+    yield module
+    sys.modules.pop("nanoinfer.attention.flash", None)
 
 
 def error_of(flash, lengths, *, heads=(2, 1), head_dim=64, dtype=torch.bfloat16, **more):
     sizes = {"num_kv_heads": heads[0], "group": heads[1], "head_dim": head_dim, "dtype": dtype}
-    return compare(flash.FlashBackend(), lengths, block_size=256, device=DEVICE, **sizes, **more)
+    return compare(flash.FlashBackend(), lengths, block_size=256, **{"device": DEVICE} | sizes | more)
 
 
 FP16 = {"dtype": torch.float16}
@@ -56,6 +71,61 @@ CASES = {
 def test_decodes_and_chunks_equal_the_definition_and_freed_blocks_are_not_read(flash, case):
     lengths, given = CASES[case]
     assert error_of(flash, lengths, **given) < (0.004 if "dtype" in given else 0.02)
+
+
+OF_TORCH = ["2x2 heads", "window of 20", "window of 5000", "decodes", "a prompt", "chunks", "heads of 80 in fp16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", OF_TORCH)
+def test_torchs_varlen_attn_does_the_same_without_the_package(torchs_flash, case):
+    lengths, given = CASES[case]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert torchs_flash.FlashBackend.library == "torch's varlen_attn"
+    assert error_of(torchs_flash, lengths, device=device, **given) < (0.004 if "dtype" in given else 0.02)
+
+
+def with_lengths(lens):
+    return {"seqused_k": lens, "cu_seq_k": torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()}
+
+
+OF_TORCH_FAULTS = {  # changed arguments, and the reason if they are refused
+    "a longer window": (lambda a: with_window(1, a), None),
+    "another sequence's table": (lambda a: {"block_table": a["block_table"].flip(0)}, None),
+    "lengths before the step": (lambda a: with_lengths(a["seqused_k"] - 1), None),
+    "keys with as many heads as queries": (lambda a: {"enable_gqa": False}, "same number of heads"),
+    "lengths in int64": (lambda a: {"seqused_k": a["seqused_k"].long()}, "in int32"),
+}
+
+
+@pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
+@pytest.mark.parametrize("fault", OF_TORCH_FAULTS)
+def test_an_injected_fault_in_an_argument_of_torchs_is_refused_or_noticed(torchs_flash, fault, monkeypatch):
+    change, reason = OF_TORCH_FAULTS[fault]
+    inject(torchs_flash, "varlen_attn", change, monkeypatch)
+    if reason is None:
+        assert error_of(torchs_flash, MIXED, heads=(1, 2), window=20) > 0.05
+    else:
+        with pytest.raises((AssertionError, ValueError), match=reason):
+            error_of(torchs_flash, MIXED, heads=(1, 2), window=20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == CUDA, reason="the kernel is interpreted")
+def test_one_kernel_stores_keys_and_values_where_there_is_triton(flash, monkeypatch):
+    pytest.importorskip("triton")
+    from tests.helpers import triton_interpreter  # noqa: F401
+
+    monkeypatch.setattr(flash, "has_store_kernel", lambda device: True)
+    monkeypatch.setattr(flash.FlashBackend, "begin_step", lambda self, cache, metadata: Stored(cache, metadata))
+
+    class Stored(flash.WindowedFlashAttend):
+        def __call__(self, layer, q, k, v, **options):
+            monkeypatch.setattr(self._cache, "write", None)
+            return super().__call__(layer, q, k, v, **options)
+
+    for more in ({"packed": True}, {"poisoned": (2, 17)}):
+        assert error_of(flash, [(400, 1), (7, 1), (0, 30), (20, 9)], heads=(2, 2), window=300, **more) < 0.02
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -219,20 +289,25 @@ def test_sinks_are_left_to_other_backends(flash, tmp_path, monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """The parts of torch.cuda that the selection of a backend calls."""
+    """The parts of torch.cuda that the selection of a backend calls, and a torch before 2.12."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    yield
+    sys.modules.pop("nanoinfer.attention.flash", None)
 
 
 def test_auto_takes_the_first_supported_backend_and_logs_the_reasons_against_the_others(a_gpu, monkeypatch, caplog):
     pytest.importorskip("triton")
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "nanoinfer.attention.flash", raising=False)
     caplog.set_level("INFO", logger="nanoinfer")
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "triton"
     monkeypatch.setitem(sys.modules, "nanoinfer.attention.triton", None)
     assert base.select_backend("auto", CUDA, torch.bfloat16, 128)[0] == "reference"
     assert "attention_backend: not triton, because" in caplog.text
-    assert "attention_backend: not flash, because flash_attn is not installed" in caplog.text
+    reason = f"flash_attn is not installed, and torch {torch.__version__} has no paged attention, which 2.12 has"
+    assert f"attention_backend: not flash, because {reason}" in caplog.text
 
 
 def test_flash_gives_the_reason_where_it_is_not_supported(flash, a_gpu, monkeypatch):

@@ -25,7 +25,7 @@ from triton.language.extra import libdevice
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.features.int8_cache.cache import SplitInt8Cache
@@ -37,7 +37,7 @@ from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import BITS, argmax, draw_from_weights, uniform
 from tests.emulated_gpu import writes
 from tests.emulated_gpu.step import FAMILIES, check_step
-from tests.helpers.paged_cases import compare, compare_drafts, in_float64
+from tests.helpers.paged_cases import compare, compare_drafts, in_float64, metadata_for, replaced
 
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
@@ -201,6 +201,34 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
         tolerance = terms * _sum_error(num_in + 2)
         largest = max(largest, share(out, *_finished(dtype, expected, tolerance, gated)))
     return largest
+
+
+def check_invariant(dtype: torch.dtype, option: str) -> float:
+    """As check_linear. The rows of 16 rows and of 1 have the bits that they have among 50, in every dtype.
+
+    More inputs than a part of a split layer, and sizes that are no multiples of any tile. The residual leaves little of the
+    product, so that the rounding to 16 bits does not hide the last bits of the sum.
+    """
+    gated, is_split = option == "gated with bias", option == "split residual"
+    num_in, num_out = 4 * linear_kernel.TILE * (1 + is_split) + 80, invariant.COLUMNS + 3
+    generator = _generator()
+    shapes = (50, num_in), ((1 + gated) * num_out, num_in), ((1 + gated) * num_out,)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    weight *= num_in**-0.5
+    residual = -(x.double() @ weight.double().T).to(dtype)
+    arrivals, added = linear_kernel.Arrivals() if is_split else None, bias if gated else residual
+    outs = [
+        invariant.invariant_linear(
+            x[rows], weight, bias if gated else None, gated=gated, residual=None if gated else residual[rows].clone(),
+            in_place=not gated, arrivals=arrivals,
+        )
+        for rows in (slice(0, 50), slice(20, 36), slice(33, 34))
+    ]  # fmt: skip
+    if not torch.equal(outs[0][20:36], outs[1]) or not torch.equal(outs[0][33:34], outs[2]):
+        return float("inf")
+    expected, terms = x.double() @ weight.double().T + added.double(), x.double().abs() @ weight.double().abs().T
+    tolerance = (terms + added.double().abs()) * _sum_error(num_in + 2)
+    return share(outs[0], *_finished(dtype, expected, tolerance, gated))
 
 
 def check_decode_linear(dtype: torch.dtype, option: str) -> float:
@@ -506,6 +534,30 @@ def check_paged_drafts(dtype: torch.dtype) -> float:
         )  # fmt: skip
 
 
+def check_invariant_decode(dtype: torch.dtype) -> float:
+    """As check_attention, with a fixed number of splits. Each row has the bits that it has alone."""
+    generator, num_tokens = _generator(), torch.tensor([71, 1, 21])
+    metadata = metadata_for([(0, num) for num in num_tokens.tolist()], 16, 8, generator)
+    cache = KVCache(
+        num_layers=1, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", layout="NHD"
+    )
+    (k, v), q = torch.randn(2, 93, 2, 64, generator=generator).to(dtype), torch.randn(3, 4, 64, generator=generator).to(dtype)
+    cache.write(0, metadata.slot_mapping, k, v)
+    backend, new = triton.TritonBackend(), num_tokens.cumsum(0) - 1
+    backend.num_splits, outs = 4, []
+    for rows in (slice(0, 3), slice(0, 1), slice(1, 2), slice(2, 3)):
+        step = replaced(
+            metadata, seq_lens=num_tokens[rows], block_tables=metadata.block_tables[rows], num_decodes=len(new[rows]),
+            slot_mapping=metadata.slot_mapping[new[rows]],
+        )  # fmt: skip
+        with mock.patch.object(triton, "_TARGET_PROGRAMS", 4):  # so that the plain number of splits differs
+            outs.append(backend.begin_step(cache, step)(0, q[rows], k[new[rows]], v[new[rows]]))
+    if not torch.equal(outs[0], torch.cat(outs[1:])):
+        return float("inf")
+    parts = zip(outs[1:], q.split(1), k.split(num_tokens.tolist()), v.split(num_tokens.tolist()), strict=True)
+    return max(share(out, in_float64(*given), _tolerance(*given)) for out, *given in parts)
+
+
 def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """u * |o| + a * (w + 2 * (S * g(head_dim + 2) + 2 R e + 4 e) + g(n + 4)), for each element of the output o.
 
@@ -552,6 +604,12 @@ CASES: dict[str, Callable[[], float]] = {
     f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
     for name in ("bfloat16", "float16")  # fp32 is torch's
     for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
+} | {
+    f"invariant {name} {option}": lambda dtype=dtype, option=option: check_invariant(dtype, option)
+    for name, dtype in DTYPES.items()
+    for option in ("split residual", "gated with bias")
+} | {
+    f"invariant_decode {name}": lambda dtype=dtype: check_invariant_decode(dtype) for name, dtype in DTYPES.items()
 } | {
     f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
     for name, dtype in DTYPES.items()

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, linear_kernel, lora
+from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -90,6 +90,10 @@ def _of(check: Callable[[torch.dtype], float], dtype: torch.dtype = torch.float3
 
 def linear(option: str) -> Callable[[], float]:
     return lambda: cases.check_linear(torch.float16, option)
+
+
+def invariant_linear(option: str = "split residual") -> float:
+    return cases.check_invariant(torch.float16, option)
 
 
 def draw() -> float:
@@ -201,6 +205,20 @@ FAULTS: dict[str, InPtx | InSource] = {
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
+    ),
+    "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
+    "invariant: rows that are read without their mask": InSource(
+        invariant, "mask=there[:, None] & within[None, :]", "mask=within[None, :]", "OutsideFault", invariant_linear
+    ),
+    "invariant: parts that are added in falling order": InSource(
+        invariant, "range(NUM_SPLITS)", "range(NUM_SPLITS - 1, -1, -1)", "values", invariant_linear
+    ),
+    "invariant: many rows whose inputs are not split": InSource(
+        invariant, "1 if arrivals is None else num_splits_of(num_out, num_in)", "1", "values", invariant_linear
+    ),
+    "invariant: keys that are split by the number of rows": InSource(
+        triton, "num_splits = num_splits or num_splits_for", "num_splits = num_splits_for", "values",
+        _of(cases.check_invariant_decode),
     ),
     "draw: an exchange of a scan with the wrong lane": InPtx(
         "_sum_kernel", r"(shfl\.sync\.up\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", "RaceFault", draw, at=-1

@@ -20,6 +20,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rotate": 4, "draw": 9, "choose": 6, "decode_linear": 4, "decode_attention": 2,
     "drafts": 2, "paged_drafts": 3, "experts": 8, "large_experts": 4, "lora": 4,
+    "invariant": 3, "invariant_decode": 12,
 }  # fmt: skip
 NUM_IN_STEP = {1: 24, 3: 24, 6: 40}  # by the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm
 
@@ -58,7 +59,7 @@ def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are
     cases = (
         "store bfloat16", "rms_norm float32", "rotate bfloat16", "attention bfloat16 64 window and sinks",
         "linear bfloat16 gated", "decode_linear float16 gated with norm", "decode_attention bfloat16 64 window and sinks",
-        "draw ties", "experts bfloat16 clamped with bias",
+        "invariant bfloat16 split residual", "draw ties", "experts bfloat16 clamped with bias",
     )  # fmt: skip
     table = check(*cases, faults=QUICK_FAULTS, rest=("--kernel", "rms_norm"))
     assert sum("`fused_kernels.py:" in row for row in table) == len(table) - 3  # a head of two rows, and the total
@@ -88,6 +89,10 @@ LONG = {  # what -> cases
         *(f"paged_drafts {dtype}" for dtype in DTYPES),
     ],
     "experts": [f"experts {dtype} {option}" for dtype in DTYPES for option in ("silu", "clamped with bias")],
+    "linear layers of any number of rows": [
+        f"invariant {dtype} {option}" for dtype in DTYPES for option in ("split residual", "gated with bias")
+    ],
+    "decodes with a fixed split": [f"invariant_decode {dtype}" for dtype in DTYPES],
     "steps": [f"step {family} {num_rows}" for family in ("qwen3", "qwen2", "llama") for num_rows in (1, 3, 6)],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
     "offsets beyond 32 bits": ["far rotate bfloat16"],

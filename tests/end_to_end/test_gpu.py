@@ -157,6 +157,28 @@ def test_an_engine_with_recorded_draws_gives_the_tokens_of_one_without(tmp_path)
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_with_batch_invariant_a_prompt_has_the_same_log_probabilities_alone_and_beside_others(dtype, tmp_path):
+    """Also after a prefix hit. 40 prompts are a step of more rows than a tile has, and 1 of the fewest."""
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=1024, intermediate_size=1536)
+    llm = LLM(str(path), device="cuda", dtype=dtype, batch_invariant=True, chunk_size=64, kv_cache_memory=2**28)
+    assert llm.batch_independent
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=2)
+
+    def found(prompts):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs]
+
+    assert found(PROMPTS * 10) == [found([prompt])[0] for prompt in PROMPTS] * 10
+    later = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=2)
+    hit, missed = (
+        one.generate([PROMPTS[-1]], later, use_tqdm=False)[0]
+        for one in (llm, LLM(str(path), device="cuda", dtype=dtype, batch_invariant=True, kv_cache_memory=2**28))
+    )
+    assert hit.metrics.num_cached_tokens
+    assert hit.outputs[0].logprobs == missed.outputs[0].logprobs
+
+
 def test_more_cache_than_there_is_memory_says_what_to_lower(tmp_path):
     path = tiny_models.save("qwen3", tmp_path)
     with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):

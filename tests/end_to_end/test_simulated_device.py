@@ -6,6 +6,8 @@ Each function that uses the device is called in a process of its own, because th
 import gc
 import random
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,7 +18,9 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
-from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
+from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError, UnsupportedError
+from nanoinfer.fast import batch_independence
+from nanoinfer.fast.cuda import accelerate
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
@@ -475,6 +479,30 @@ def a_step_that_goes_on_is_a_replay_and_one_copy_each_way(path):
         assert device.waits == []
 
 
+def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
+    """Alone, beside others in other chunks, and after a prefix hit, in replayed steps. Products that cannot are refused."""
+    plain = partial(accelerate.compile_model, is_invariant=False)
+    with simulated(mock.patch.object(batch_independence, "PROMPT_LENGTHS", (3, 6, 1))) as device:
+        settings = SETTINGS | {"kv_cache_memory": 2**20, "batch_invariant": True}
+        llm = LLM(path, device="sim", **settings)
+        assert llm.batch_independent
+        params = [replace(one, logprobs=2) for one in PARAMS]
+        device.reset_counts()
+        runs = [
+            llm.generate(prompts, asked, use_tqdm=False) for prompts, asked in ((PROMPTS, params), (PROMPTS[:1], params[:1]))
+        ]
+        assert [output.outputs[0].token_ids for output in runs[0]] == expected_tokens(path)
+        assert runs[0][0].outputs[0].logprobs == runs[1][0].outputs[0].logprobs
+        assert runs[1][0].metrics.num_cached_tokens
+        assert device.waits == []
+        assert any(graph.replay.__self__.num_replays for graph in llm.engine.executor.runner.graphs.table.graphs.values())
+        with (
+            mock.patch.object(accelerate, "compile_model", lambda model, is_invariant: plain(model)),
+            pytest.raises(UnsupportedError, match="batch_invariant=True requires rows whose bits do not depend"),
+        ):
+            LLM(path, device="sim", **settings)
+
+
 def the_device_is_refused_unless_a_test_allows_it(path):
     with simulated():
         pass
@@ -492,6 +520,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),
         (the_cache_is_as_large_as_the_devices_memory_allows, "gpt2"),
         (a_step_that_goes_on_is_a_replay_and_one_copy_each_way, "gpt2"),
+        (a_row_has_the_same_bits_in_any_batch_with_batch_invariant, "qwen3"),
         (the_device_is_refused_unless_a_test_allows_it, "gpt2"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

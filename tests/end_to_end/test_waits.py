@@ -3,6 +3,7 @@
 A copy of memory that is not pinned waits for all work in the GPU's queue, so that the next step is not prepared meanwhile.
 """
 
+import pickle
 from collections import Counter
 from unittest import mock
 
@@ -16,6 +17,8 @@ from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.execution.local_executor import LocalExecutor
 from nanoinfer.fast.cuda.steady import SteadyExecutor, SteadyStep
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.distributed.communicator import Communicator
+from nanoinfer.features.distributed.runner import FORWARD, LOGITS, LeadingShards, Workers, pack
 from nanoinfer.sampling.sampler import STAGES
 from tests.helpers import tiny_models
 from tests.helpers.fake_cuda import fake_cuda
@@ -168,6 +171,36 @@ def test_rows_that_return_more_are_read_together(qwen3_path):
     assert answers == {READ: num_steps, "token_logprobs.<genexpr>": 3 * num_steps}
     assert prompts == {READ: num_others, "token_logprobs.<genexpr>": 3 * len(PROMPTS)}
     assert embedded == {READ: num_embedded, "methods.<listcomp>": len(PROMPTS)}
+
+
+class FirstOfTwo(Communicator):
+    """Rank 0, whose other rank has the same numbers."""
+
+    def __init__(self):
+        self.rank, self.size = 0, 2
+
+    def all_gather(self, x):
+        return torch.stack([x, x])
+
+    def all_reduce(self, x):
+        return x + x
+
+    def minimum(self, number):
+        return number
+
+
+def test_rank_0_of_two_gpus_reads_its_tokens_alone_and_sends_no_tensor(qwen3_path):
+    workers = Workers([], [])
+    with (
+        mock.patch.object(workers, "send", side_effect=pack) as sent,
+        mock.patch(
+            "nanoinfer.features.distributed.launch.start", lambda config: (config, LeadingShards(FirstOfTwo(), workers))
+        ),
+    ):
+        runs = {name: generating(FEATURES[name]) for name in ("drawn", "filters")}
+        assert_only_tokens_are_read(waits_of(qwen3_path, runs, tensor_parallel_size=2))
+    commands = [pickle.loads(pack(call.args[0])) for call in sent.call_args_list]  # raises for a tensor
+    assert [name for name, _ in commands[-2:]] == [FORWARD, LOGITS]
 
 
 # ---- what the tests above would notice

@@ -9,6 +9,7 @@ from triton.runtime.jit import KernelInterface
 from nanoinfer import SamplingParams
 from nanoinfer.fast.sampling import few_logits
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
+from nanoinfer.features.logprobs import token_logprobs
 from nanoinfer.features.logprobs.token_logprobs import _listed_and_likeliest
 from nanoinfer.features.structured.words import BadWords, NGrams
 from nanoinfer.sampling import sampler
@@ -56,18 +57,12 @@ class NoCopies(OnlyPinnedCopies):
     may_copy = False
 
 
-class Unread(sampler.SampledTokens):
-    """Tokens that stay on their device."""
-
-    def __init__(self, token_ids, logits, must_sync, explain):
-        self.token_ids, self.logits = token_ids, logits
-
-
 @pytest.fixture(autouse=True)
 def no_values(monkeypatch):
     """On "meta", tokens cannot be copied to the host, and Triton launches nothing. Pinned memory needs a GPU."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(sampler, "SampledTokens", Unread)
+    for module in (sampler, token_logprobs):
+        monkeypatch.setattr(module, "HostCopy", lambda *tensors: tensors)
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
 
 

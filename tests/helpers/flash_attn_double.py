@@ -1,4 +1,6 @@
-"""flash-attn's two functions without a GPU: they refuse what the package refuses, and compute what its page says in fp32.
+"""flash-attn's two functions without a GPU, and torch's, which calls its copy of the package.
+
+They refuse what the package refuses, and compute what its page says in fp32.
 
 Source: flash_attn-2.8.3.tar.gz of https://pypi.org/project/flash-attn/2.8.3/. A refusal names its line in
 csrc/flash_attn/flash_api.cpp, or the file where the kernel relies on a rule that nobody checks. Arguments that the package
@@ -6,6 +8,7 @@ has and nanoinfer does not use are left out.
 """
 
 import torch
+from torch.nn.attention import varlen
 
 
 def rule(is_kept, line, text):
@@ -62,6 +65,22 @@ def flash_attn_varlen_func(
     rule(max(lengths_q) <= max_seqlen_q, "flash_fwd_launch_template.h:106", "later queries would have no block of threads")
     rule(max(lengths_k) <= max_seqlen_k, "flash_fwd_kernel.h:528", "later keys would be in no split")
     return torch.cat(attend_each(q.split(lengths_q), k, v, block_table, lengths_k, causal, window_size))
+
+
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False, seqused_k, block_table):
+    """torch's function, in torch/nn/attention/varlen.py of 2.13, which computes by the package's code.
+
+    The function itself gets the arguments on the meta device, where it computes nothing.
+    """
+    on_meta = [x.to("meta") for x in (q, k, v, cu_seq_q, cu_seq_k, seqused_k, block_table)]
+    options = {"window_size": window_size, "enable_gqa": enable_gqa, "seqused_k": on_meta[5], "block_table": on_meta[6]}
+    varlen.varlen_attn(*on_meta[:5], max_q, max_k, **options)
+    rule(seqused_k.dtype == torch.int32 and seqused_k.is_contiguous(), "varlen.py", "seqused_k must be contiguous, in int32")
+    rule(torch.equal(cu_seq_k.diff(), seqused_k), "varlen.py", "the lengths are given twice")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, block_table=block_table,
+        window_size=window_size,
+    )  # fmt: skip
 
 
 def check_addresses(*tensors):

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,22 +114,25 @@ def _cells(sources):
 
 
 @contextmanager
-def ranks():
-    """LLM(tensor_parallel_size=N) forks its other ranks, in place of starting a new Python for each."""
-    with patch("nanoinfer.features.distributed.launch.start_python", Rank):
+def ranks(prepare=None):
+    """LLM(tensor_parallel_size=N) forks its other ranks, in place of starting a new Python for each.
+
+    prepare: a function of a module that the other ranks call first. None: they call nothing.
+    """
+    with patch("nanoinfer.features.distributed.launch.start_python", partial(Rank, prepare=prepare)):
         yield
 
 
 class Rank:
     """As the process that start_python starts, whose new Python imports torch for more than a second of CPU."""
 
-    def __init__(self, *command, pass_fds):
+    def __init__(self, *command, pass_fds, prepare):
         self._command = command
         read_end, write_end = os.pipe()
         self.stdin = os.fdopen(write_end, "wb")
         arguments = [*map(str, command[command.index("-m") + 2 :])]
         descriptors = {descriptor: _Inherited(descriptor) for descriptor in pass_fds}
-        self._process = _CONTEXT.Process(target=_rank, args=(arguments, _Inherited(read_end), descriptors))
+        self._process = _CONTEXT.Process(target=_rank, args=(arguments, _Inherited(read_end), descriptors, prepare))
         self._process.start()
         os.close(read_end)
 
@@ -156,12 +160,14 @@ def _received(duplicate):
     return _Inherited(duplicate.detach())
 
 
-def _rank(arguments, stdin, descriptors):
+def _rank(arguments, stdin, descriptors, prepare):
     from nanoinfer.features.distributed import worker
     from tests.helpers import precompiled
 
     gc.freeze()  # as for a notebook
     precompiled.install()
+    if prepare is not None:
+        prepare()
     os.dup2(stdin.number, 0)
     numbers = {str(given): str(here.number) for given, here in descriptors.items()}
     rank, device, port, *given = arguments

@@ -65,7 +65,7 @@ struct Layer {
     LinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
                     const Adapted* adapted) const {
         return {x, factor, residual, out, 4, weight.data(), scales.data(), zeros.data(), bias, given.num_out, given.num_in,
-                given.group, given.bits, given.activation, adapted, -1};
+                given.group, given.bits, given.activation, adapted, 0, -1};
     }
 
     int64_t scratch_bytes(const Case& given) const { return given.rows * (given.num_in + 8 * (given.num_in / given.group)); }
@@ -88,7 +88,7 @@ struct Layer {
     LinearCall call(const Case& given, Slice x, Slice factor, Slice residual, Slice out, const Number* bias,
                     const Adapted* adapted) const {
         return {x, factor, residual, out, 4, weight.data(), nullptr, nullptr, bias, given.num_out, given.num_in, 0, 0,
-                given.activation, adapted, -1};
+                given.activation, adapted, 0, -1};
     }
 
     int64_t scratch_bytes(const Case& given) const { return given.rows * given.num_in * scratch_bytes_per_input; }
@@ -108,11 +108,17 @@ void drive(Size size, const Case& given) {
         Exact<Number> out(rows * num_out);
         const Exact<char> scratch(layer.scratch_bytes(given), 64);
         const Slice others[] = {has_others ? Slice{1, 0, num_out} : NOTHING, has_others ? Slice{2, 0, num_out} : NOTHING};
-        const auto call = layer.call(given, {0, first, stride}, others[0], others[1], {3, 0, num_out},
+        LinearCall call = layer.call(given, {0, first, stride}, others[0], others[1], {3, 0, num_out},
                                      has_others ? bias.data() : nullptr, num_layers ? &adapters.adapted : nullptr);
         run_kernel(linear, call, rows, threads, x, factor, residual, out, scratch);
         Digest digest;
         add(digest, out);
+        if (size != Size::COUNT) {
+            Exact<Number> packed(rows * num_out);
+            call.is_packed = 1;
+            run_kernel(linear, call, rows, threads, x, factor, residual, packed, scratch);
+            if (std::memcmp(packed.data(), out.data(), rows * num_out * sizeof(Number))) std::abort();
+        }
         print(text("linear %ld x %ld to %ld bits %ld group %ld activation %ld others %d adapted %ld values %d", rows, num_in,
                    num_out, bits, group, activation, has_others, num_layers, int(values)), threads, digest);
     }

@@ -2,10 +2,11 @@
 // the weight: [num_out / TILE, num_in / PER_TERM, TILE, PER_TERM].
 //
 // At one row a layer takes the time of reading its weights, so they are stored in the order in which they are read. At many
-// rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers.
+// rows it takes the time of the products: the sums of ROWS rows and a tile of outputs stay in the machine's registers. Some
+// processors do many rows in less time if x is packed and the weights are taken in blocks (linear.py tries it).
 //
 // bfloat16 numbers are multiplied in pairs where the processor can (AVX512-BF16). Otherwise numbers of 16 bits are
-// widened to float, the weights in registers and x once for all outputs.
+// widened to float, x once for all outputs, and the weights in registers, or with packed rows a block at a time.
 //
 // Rows are independent by construction. For any number of rows, an output is one sum in fp32 over the inputs in their order.
 
@@ -15,13 +16,19 @@ constexpr int LANES = 16, ROWS = 8, VECTORS = 3;
 #else
 constexpr int LANES = 8, ROWS = 4, VECTORS = 3;
 #endif
+#include <type_traits>
+
 #include "linear.h"
 
 namespace {
 
+typedef std::conditional_t<PER_TERM == 1, Number, Term> StoredTerm;
+
 constexpr int TILE = VECTORS * LANES;  // outputs
 constexpr int TASK_ROWS = 12 * ROWS;   // the maximum number of rows that a thread computes at a time
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
+constexpr int BLOCK = 192;            // terms
+constexpr int BLOCK_AHEAD = 48;       // vectors of a block that are fetched ahead, from the second cache
 constexpr bool WIDENS = sizeof(StoredTerms) != sizeof(Terms);
 
 // The rows of x as terms, as the products read them.
@@ -72,6 +79,98 @@ void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, 
     }
 }
 
+// Add the products of NUM rows of packed terms with a block of a tile's weights to the sums of the rows.
+template <int NUM, class Stored>
+void add_block(Floats (*sums)[VECTORS], const Term* x, const Stored* weight, int64_t num_terms, const StoredTerms* ahead,
+               int num_ahead) {
+    multiply(*reinterpret_cast<Floats(*)[NUM][VECTORS]>(sums), x, 1, NUM, weight, VECTORS, num_terms, ahead, num_ahead);
+}
+
+template <class Stored>
+constexpr decltype(&add_block<1, Stored>) BLOCK_VARIANTS[] = {
+    add_block<1, Stored>, add_block<2, Stored>, add_block<3, Stored>, add_block<4, Stored>,
+    add_block<5, Stored>, add_block<6, Stored>, add_block<7, Stored>, add_block<8, Stored>};
+
+// A task with packed rows. The weights of BLOCK terms stay in the nearest cache while they are multiplied for all rows, and are
+// widened once. The first passes over the rows fetch the block of the next tile, the others the weights that come next. A sum gets
+// its terms in their order, so the bits are those of compute_rows.
+void compute_blocks(const LinearCall& call, const Batch& batch, const Term* packed, int64_t tile, int64_t first, int64_t last,
+                    bool is_last_part) {
+    const int64_t num_terms = call.num_in / PER_TERM;
+    Floats sums[TASK_ROWS][VECTORS] = {};
+    Terms wide[WIDENS ? BLOCK * VECTORS : 1];
+    for (int64_t start = 0; start < num_terms; start += BLOCK) {
+        const int64_t num = std::min<int64_t>(BLOCK, num_terms - start);
+        const StoredTerms *weight = weights(call, tile) + start * VECTORS, *next = weight + num_terms * VECTORS;
+        for (int64_t i = 0; WIDENS && i < num * VECTORS; i++) wide[i] = loaded(weight[i]);
+        for (int64_t row = first; row < last; row += ROWS) {
+            const int64_t num_rows = std::min<int64_t>(ROWS, last - row), pass = (row - first) / ROWS;
+            const bool fetches_next = is_last_part && pass < VECTORS;
+            const StoredTerms* ahead = fetches_next ? next + pass * num : weight + BLOCK_AHEAD;
+            const int num_ahead = fetches_next ? 1 : WIDENS ? 0 : VECTORS;
+            const Term* x = packed + row * num_terms + start * num_rows;
+            if constexpr (WIDENS) {
+                BLOCK_VARIANTS<Terms>[num_rows - 1](sums + row - first, x, wide, num, ahead, num_ahead);
+            } else {
+                BLOCK_VARIANTS<StoredTerms>[num_rows - 1](sums + row - first, x, weight, num, ahead, num_ahead);
+            }
+        }
+    }
+    for (int64_t row = first; row < last; row++) {
+        fetch_outputs(call, batch, std::min(row + 4, last - 1), tile * TILE, TILE);
+        write_outputs(call, batch, row, tile * TILE, sums[row - first]);
+    }
+}
+
+// Put the terms of ROWS rows in turn: of each pair of rows, half of them apart, the lanes in turn, log2(ROWS) times. The bits of
+// a number's place, those of its row and those of its lane, are rotated by one each time.
+void interleave(Terms (&rows)[ROWS]) {
+    for (int round = 1; round < ROWS; round *= 2) {
+        Terms turned[ROWS];
+        for (int i = 0; i < ROWS; i++) {
+            const Terms &even = rows[i / 2], &odd = rows[i / 2 + ROWS / 2];
+#ifdef __clang__
+            for (int lane = 0; lane < LANES; lane++) turned[i][lane] = (lane % 2 ? odd : even)[i % 2 * LANES / 2 + lane / 2];
+#else  // GCC makes no instruction of that loop
+            Ints places;
+            for (int lane = 0; lane < LANES; lane++) places[lane] = lane % 2 * LANES + i % 2 * LANES / 2 + lane / 2;
+            turned[i] = __builtin_shuffle(even, odd, places);
+#endif
+        }
+        std::memcpy(rows, turned, sizeof rows);
+    }
+}
+
+// Pack x into scratch memory, each term of ROWS rows in turn: so the products read one row of memory and not ROWS, which share a
+// set of the nearest cache if they are a multiple of 4,096 bytes apart. The last rows are fewer.
+const Term* pack(const LinearCall& call, const Batch& batch, Member& me) {
+    const int64_t num_terms = call.num_in / PER_TERM;
+    Term* packed = static_cast<Term*>(batch.arrays[call.scratch]);
+    for (int64_t group : me.share((batch.num_rows + ROWS - 1) / ROWS)) {
+        const int num_rows = std::min<int64_t>(ROWS, batch.num_rows - group * ROWS);
+        Term* to = packed + group * ROWS * num_terms;
+        for (int64_t start = 0; start < num_terms; start += LANES) {
+            const int num = std::min<int64_t>(LANES, num_terms - start);
+            Terms rows[ROWS] = {};
+            for (int i = 0; i < num_rows; i++) {
+                const Number* from = call.x.row<Number>(batch, group * ROWS + i) + start * PER_TERM;
+                rows[i] = loaded(vector_at<StoredTerms>(reinterpret_cast<const StoredTerm*>(from), num));
+            }
+            if (num_rows == ROWS) {
+                interleave(rows);
+                std::memcpy(to, rows, num * sizeof(Term) * ROWS);
+                to += num * ROWS;
+            } else {
+                for (int term = 0; term < num; term++) {
+                    for (int i = 0; i < num_rows; i++) *to++ = rows[i][term];
+                }
+            }
+        }
+    }
+    me.wait();
+    return packed;
+}
+
 // The needed outputs of a tile for the rows first .. last - 1. Their weights are fetched first, because processors do not foresee
 // that they are apart.
 void compute_needed(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last) {
@@ -102,11 +201,13 @@ Terms2D terms_of_rows(const LinearCall& call, const Batch& batch, Member& me) {
 
 }  // namespace
 
-extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = WIDENS ? sizeof(float) : 0;
+extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = sizeof(Term) / PER_TERM;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     multiply_by_a(*call, batch, me);
-    const Terms2D x = terms_of_rows(*call, batch, me);
+    const bool is_packed = call->is_packed && call->needed < 0 && batch.num_rows > ROWS;
+    const Term* packed = is_packed ? pack(*call, batch, me) : nullptr;
+    const Terms2D x = is_packed ? Terms2D{} : terms_of_rows(*call, batch, me);
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
     // A small layer has few tiles, so its rows are divided, too, and every thread has some work.
     const int64_t least_parts = std::max<int64_t>(4 * me.num_threads / num_tiles, 1);
@@ -115,7 +216,9 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
-        if (call->needed < 0) {
+        if (is_packed) {
+            compute_blocks(*call, batch, packed, task / num_parts, part * task_rows, last, part == num_parts - 1);
+        } else if (call->needed < 0) {
             compute_rows(*call, batch, x, task / num_parts, part * task_rows, last, part == num_parts - 1);
         } else {
             compute_needed(*call, batch, x, task / num_parts, part * task_rows, last);

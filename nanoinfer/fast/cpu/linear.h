@@ -16,6 +16,7 @@ struct LinearCall {
     const Number* bias;              // [num_out] or null
     int64_t num_out, num_in, group_size, bits, activation;
     const Adapted* adapted;  // or null
+    int64_t is_packed;  // whether dense_linear.cpp packs x, if it has many rows
     int64_t needed;  // an array of the batch: a byte for each UNIT outputs, 0 where a kernel need not write them. -1: all are needed
 
     // Whether some of `num` outputs from `first` on are needed.

@@ -249,10 +249,10 @@ inline Terms loaded(const Stored& stored) {
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
 // and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. The vectors
 // of a single number are read once per step, which STREAMED says to the processor.
-template <int NUMBERS, int VECTORS, class Stored>
+template <int NUMBERS, int VECTORS, class Stored, class Ahead = Stored>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Stored* vectors,
-    int64_t vector_stride, int64_t num_terms, const Stored* ahead = nullptr, int num_ahead = 0) {
+    int64_t vector_stride, int64_t num_terms, const Ahead* ahead = nullptr, int num_ahead = 0) {
     Floats own[NUMBERS][VECTORS];  // clang++ leaves an array in memory if its address is known elsewhere
     std::memcpy(own, sums, sizeof own);
 #pragma GCC unroll 1  // clang++ would load the numbers of several terms at once, for which there are no registers

@@ -28,8 +28,11 @@ from nanoinfer.sampling.routes import Route
 logger = logging.getLogger(__name__)
 
 
-def compile_model(model: nn.Module) -> CompiledModel:
-    """Compile a model. Without Triton it runs as it is, which is logged."""
+def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledModel:
+    """Compile a model. Without Triton it runs as it is, which is logged.
+
+    is_invariant: whether rows have the same bits in any number of rows, in all linear layers (invariant.py).
+    """
     report = CompiledModel(copied(model))
     try:
         compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda
@@ -40,13 +43,16 @@ def compile_model(model: nn.Module) -> CompiledModel:
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
     import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
-    compile_modules(report.model, partial(compile_for_cuda, merges={}), report)
+    compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
+    if is_invariant:
+        import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
     return report
 
 
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     """Return a runtime with kernels and CUDA graphs."""
-    report = compile_model(cast(nn.Module, runtime.model))
+    is_invariant = config.scheduler.batch_invariant
+    report = compile_model(cast(nn.Module, runtime.model), is_invariant=is_invariant)
     backend, num_rows = runtime.backend, config.max_num_rows
     further: Sequence[RowNumbers] = ()
     if config.enable_lora and find_spec("triton"):
@@ -59,6 +65,8 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
+    if is_invariant and find_spec("triton"):
+        runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
     if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime

@@ -19,6 +19,7 @@ from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
 from nanoinfer.fast.cuda.experts import KernelExperts
 from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
+from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
 from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
@@ -89,7 +90,7 @@ class RotatedAttention(nn.Module):
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
             rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
             cache, metadata = step.args
-            if decode_kernels.supports_attention(q, metadata):
+            if not step.keywords and decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
         return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
@@ -102,9 +103,13 @@ class FewRowsLinear(nn.Module):
         super().__init__()
         self.linear, self.gated = linear, gated
         self.norm: KernelRMSNorm | None = None
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         linear, norm = self.linear, None if self.norm is None else (self.norm.norm.weight, self.norm.norm.eps)
+        if self.is_invariant:
+            x = x if self.norm is None else self.norm(x)
+            return invariant_linear(x, linear.weight, linear.bias, gated=self.gated)
         if decode_kernels.supports(x, linear, norm):
             return decode_linear(x, linear.weight, linear.bias, norm=norm, gated=self.gated)
         x = x if self.norm is None else self.norm(x)
@@ -119,12 +124,17 @@ class AddedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
+        self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"], residual: Float[Tensor, "*rows_or_one out"]) -> Float[Tensor, "*rows out"]:
         linear, in_place = self.linear, self.in_place
         if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
             return residual + cast(Tensor, linear(x))
         if residual.is_contiguous():
+            if self.is_invariant:
+                return invariant_linear(
+                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
+                )  # fmt: skip
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
@@ -139,10 +149,12 @@ class AddedLinear(nn.Module):
 Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
 
 
-def compile_for_cuda(trace: Trace, merges: Merges) -> int:
+def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False) -> int:
     """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
 
-    merges: what the model's traces have merged so far, to which this trace adds.
+    Args:
+        merges: what the model's traces have merged so far, to which this trace adds.
+        is_invariant: whether the rows of products have the same bits in any number of rows (invariant.py).
     """
     fuse(trace)
     num_faster = 0
@@ -164,6 +176,8 @@ def compile_for_cuda(trace: Trace, merges: Merges) -> int:
         if faster is not None:
             node.target = trace.name("kernel", faster)
             num_faster += 1
+            if isinstance(faster, FewRowsLinear | AddedLinear):
+                faster.is_invariant = is_invariant
     _move_norms_into_products(trace)
     _add_adapters(trace, merges)
     return num_faster

@@ -103,6 +103,14 @@ def supports(x: Tensor, linear: nn.Linear) -> bool:
     return has_rows and is_contiguous and x.element_size() == 2 and uses_tensor_cores()
 
 
+def num_splits_of(num_out: int, num_in: int) -> int:
+    """Return into how many parts the inputs of a layer with a residual are split, whatever the number of its rows."""
+    num_splits = 1
+    while triton.cdiv(num_out, COLUMNS) * num_splits < MIN_PROGRAMS and num_in >= 4 * num_splits * TILE:
+        num_splits *= 2
+    return num_splits
+
+
 def few_rows_linear(
     x: Float[Tensor, "num_tokens in"],
     weight: Float[Tensor, "rows in"],
@@ -126,8 +134,7 @@ def few_rows_linear(
     out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
     num_programs, num_splits, partial, counters = triton.cdiv(num_out, COLUMNS), 1, None, None
     if arrivals is not None:
-        while num_programs * num_splits < MIN_PROGRAMS and weight.shape[1] >= 4 * num_splits * TILE:
-            num_splits *= 2
+        num_splits = num_splits_of(num_out, weight.shape[1])
         if num_splits > 1:
             partial = x.new_empty(num_splits, MAX_ROWS, num_programs * COLUMNS, dtype=torch.float32)
             counters = arrivals.counters(num_programs, x.device)

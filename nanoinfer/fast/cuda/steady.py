@@ -39,6 +39,7 @@ from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.cuda.graphs import Capture, CapturedGraph, CapturedGraphs, StepGraphs, capture_sizes
 from nanoinfer.fast.sampling.cuda_graphs import INPUTS, PREPARED, SamplerGraphs, inputs_read
 from nanoinfer.fast.sampling.few_logits import sample_on_gpu
+from nanoinfer.features.batch_invariant.single_queries import InvariantRunner
 from nanoinfer.sampling.batch import ParameterColumns, SamplingBatch, columns_and_groups, is_stateful_row
 from nanoinfer.sampling.sampler import NOT_FINITE, SampledTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -151,10 +152,12 @@ class SteadyExecutor(LocalExecutor):
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         start = time.perf_counter()
         with torch.inference_mode(), self._in_step():
+            self._sample_late()
             if plan.rows is self._rows:
                 self.batch.begin_blocks()
             elif plan.rows is self._other_rows or not self._follow(plan, previous):
-                self._rows, self._other_rows = None, plan.rows
+                may_follow = any(seq.params.min_tokens for seq, _ in plan.rows)  # once the answers are long enough
+                self._rows, self._other_rows = None, None if may_follow else plan.rows
                 return super().launch(plan, previous)
             filled = time.perf_counter()
             self._graph.replay()
@@ -355,12 +358,13 @@ class SteadyBatch:
 
 def _reads_more(seq: Sequence) -> bool:
     """Whether more of a sequence's next step is read than its token, or more than its parameters decides it."""
-    return bool(is_stateful_row(seq) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
+    num_output = seq.num_tokens - len(seq.prompt_token_ids)
+    return bool(is_stateful_row(seq, num_output) or seq.params.reports or seq.extras or (seq.reader and seq.needs_all_rows))
 
 
 def supports_steady_steps(runtime: Runtime, config: EngineConfig) -> bool:
     """Whether SteadyExecutor may run captured steps: a single device, and nothing of a user or of drafts in them."""
     has_graphs = any(isinstance(route, SamplerGraphs) for route in runtime.routes)
-    is_plain = not runtime.wrappers and runtime.sizes.windows == (None,)
+    is_plain = {*runtime.wrappers} <= {InvariantRunner} and runtime.sizes.windows == (None,)  # which changes prompts alone
     has_others = config.stages or config.logits_processors or config.tracer or config.speculative
     return has_graphs and is_plain and not has_others

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,17 +23,21 @@ def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
 
     Rows of the same sequence have the same blocks, and are in order.
     """
-    starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-    query_lens = metadata.query_start_loc.diff()
-    lens_cpu = [seq_len - left for i, seq_len in enumerate(seq_lens) for left in reversed(range(starts[i + 1] - starts[i]))]
+    starts, seq_lens, device = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.seq_lens.device
+    if metadata.num_decodes == len(seq_lens):
+        return metadata
+    rows = [(i, seq_len - left) for i, seq_len in enumerate(seq_lens) for left in reversed(range(starts[i + 1] - starts[i]))]
+    sequences, lens_cpu = [i for i, _ in rows], [length for _, length in rows]
+    new_starts = list(range(len(rows) + 1))
+    on_device = integers_on_device([new_starts, lens_cpu, sequences], device)  # whose numbers the host need not read back
     return replace(
         metadata,
-        query_start_loc=torch.arange(len(lens_cpu) + 1, device=query_lens.device),
-        seq_lens=integers_on_device([lens_cpu], query_lens.device)[0],
-        block_tables=metadata.block_tables.repeat_interleave(query_lens, dim=0),
+        query_start_loc=on_device[0],
+        seq_lens=on_device[1],
+        block_tables=metadata.block_tables[on_device[2]],
         max_query_len=1,
-        num_decodes=len(lens_cpu),
-        query_start_loc_cpu=list(range(len(lens_cpu) + 1)),
+        num_decodes=len(rows),
+        query_start_loc_cpu=new_starts,
         seq_lens_cpu=lens_cpu,
         first_decodes=None,
         max_num_decodes=1,

@@ -101,6 +101,10 @@ class Communicator:
             self._group._allgather_base(out, x.flatten()).wait()
         return out.view(self.size, *x.shape)
 
+    def broadcast(self, x: Shaped[Tensor, "..."]) -> None:
+        """Overwrite a tensor by rank 0's."""
+        x.copy_(self.all_gather(x)[0])
+
     def minimum(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
         return int(self.all_gather(torch.tensor([number], device=self._device)).min())

@@ -1,8 +1,12 @@
 """The calls that rank 0 makes together with the workers: it sends each call to them, and all ranks make it.
 
 In: on rank 0, a ForwardBatch, rows for the LM head, or a function to call. Out: hidden rows, logits or tokens, on every rank. A
-step's batch is a few kilobytes of integers, plus an adapter if a step brings it into a slot. Commands go through separate
-connections instead of collectives, so that a worker can wait for days and both sides notice at once when the other has ended.
+step's batch is sent as the lists of integers that it was made of, a few kilobytes, plus an adapter if a step brings it into a
+slot. Commands go through separate connections instead of collectives, so that a worker can wait for days and both sides notice
+at once when the other has ended.
+
+On GPUs rank 0 reads nothing back: it draws alone, from the logits of all ranks, and its GPU gives the others the ids that it
+has drawn.
 """
 
 import io
@@ -25,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanoinfer.errors import EngineDeadError, first_line
-from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.forward_batch import BatchLists, ForwardBatch
 from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.distributed import split_sampling
@@ -169,22 +173,27 @@ class LeadingShards(Shards):
 
     def connect(self, runtime: Runtime) -> Runtime:
         routes = runtime.routes
-        if routes:  # with enforce_eager there are none
+        if routes and reads_at_once(runtime.device):  # with enforce_eager there are none
             model: Any = runtime.model
             routes = (SplitSampling(model.lm_head, self.workers), *routes)
-        wrap = partial(LeadingRunner, workers=self.workers)
+        wrap = partial(LeadingRunner, workers=self.workers, communicator=self.communicator)
         return replace(super().connect(runtime), routes=routes, wrappers=(*runtime.wrappers, wrap))
 
 
 class LeadingRunner(RunnerWrapper):
     """The runner of rank 0, whose calls the workers make as well."""
 
-    def __init__(self, inner: ModelRunner, workers: Workers) -> None:
+    def __init__(self, inner: ModelRunner, workers: Workers, communicator: Communicator) -> None:
         super().__init__(inner)
-        self.workers = workers
+        self.workers, self.communicator = workers, communicator
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
-        with self.workers.together(FORWARD, batch):
+        assert batch.lists is not None
+        lists = batch.lists._replace(extras=batch.extras)
+        if reads_at_once(batch.input_ids.device):
+            lists = lists._replace(input_ids=batch.input_ids.tolist())
+        with self.workers.together(FORWARD, lists):
+            share_ids(batch, self.communicator)
             return self.inner.forward(batch)
 
     def head_rows(self, hidden: Float[Tensor, "num_tokens hidden"], rows: Int[Tensor, " num_rows"] | slice) -> HeadRows:
@@ -216,8 +225,19 @@ class SplitSampling(Route):
             return split_sampling.sample(rows.hidden, few, self.head)
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Whether the host reads a tensor of the device without waiting for it: on a CPU."""
+    return device.type == "cpu"
+
+
+def share_ids(batch: ForwardBatch, communicator: Communicator) -> None:
+    """Overwrite the batch's ids by those of rank 0, which has drawn some of them, unless the lists that it sent have them."""
+    if not reads_at_once(batch.input_ids.device):
+        communicator.broadcast(batch.input_ids)
+
+
 @torch.inference_mode()
-def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> None:
+def serve(connection: Connection, runner: ModelRunner, device: torch.device, communicator: Communicator) -> None:
     """Make rank 0's calls on a worker. Raises: EOFError when rank 0 closes the connection."""
     model: Any = runner.model
     batch: Any = None
@@ -225,7 +245,8 @@ def serve(connection: Connection, runner: ModelRunner, device: torch.device) -> 
     while True:
         command, argument = unpack(connection.recv_bytes(), device)
         if command == FORWARD:
-            batch = argument
+            batch = ForwardBatch.of(BatchLists(*argument), device)
+            share_ids(batch, communicator)
             hidden = runner.forward(batch)
         elif command == LOGITS:
             model.compute_logits(hidden[batch.logits_indices if argument is None else argument])

@@ -62,7 +62,7 @@ def run(
             runtime = make_runtime(model, config, shards, weights, adapters)
             executor = make_executor(runtime, config)
             with runtime.in_step():
-                serve(connection, executor.runner, executor.device)
+                serve(connection, executor.runner, executor.device, communicator)
         except EOFError:
             pass
         except RankLostError as error:

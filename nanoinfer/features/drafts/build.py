@@ -63,7 +63,7 @@ class Drafts:
                     "layers, or use method 'ngram'"
                 )
             kept, step_bytes = draft.bytes_per_block // draft.block_size, peak_graph_bytes(draft, config, 0)
-            kept += runtime.kept_bytes_per_token
+            kept, step_bytes = kept + runtime.kept_bytes_per_token, step_bytes + runtime.kept_step_bytes
             self._draft, self.runtime = draft, replace(runtime, kept_bytes_per_token=kept, kept_step_bytes=step_bytes)
 
     def planner(self, target: LocalExecutor) -> Speculator:

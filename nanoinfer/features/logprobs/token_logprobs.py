@@ -4,7 +4,7 @@ In: logits of some rows, the ids that were drawn (or that are in the prompt), an
 Out: TokenLogprobs, plain numbers. The probabilities are those of all ids at temperature 1, unless the logits are processed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from nanoinfer.outputs import Logprob, LogprobsOnePosition, TokenReport
 from nanoinfer.sampling import exponentials
 from nanoinfer.sampling.batch import SamplingBatch
 from nanoinfer.sampling.sampler import HeadRows, SampledTokens, Sampler
-from nanoinfer.system.transfer import on_device
+from nanoinfer.system.transfer import HostCopy, on_device
 from nanoinfer.tokenization.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ReportingSampler(Sampler):
     def __init__(self, sampler: Sampler, logprobs_mode: str = "raw") -> None:
         """logprobs_mode: which log-probabilities are returned, or which logits instead, as EngineArgs says."""
         super().__init__(sampler.stages)
-        self.sampler = sampler
+        self.sampler, self.may_be_late = sampler, sampler.may_be_late
         self._is_processed, self._as_logits = logprobs_mode.startswith("processed"), logprobs_mode.endswith("_logits")
         self._of_params: Mapping[str, Any] | None = None  # that of the last batch. It changes with the parameters of the rows
         self._with_logprobs: list[int] = []
@@ -85,18 +85,22 @@ class ReportingSampler(Sampler):
         if self._is_processed:
             logits = processed[picked]
 
+        asking = [batch.params[row] for row in with_logprobs]
+        nums = [logits.shape[-1] if params.logprobs == -1 else params.logprobs or 0 for params in asking]
+        given = [params.logprob_token_ids or () for params in asking]
+        drawn = tokens.token_ids[picked].clamp(min=0)  # -1: no token
+        find = launched_logprobs(logits, drawn, nums, given, as_logits=self._as_logits) if with_logprobs else list
+        of_masks = on_device(torch.tensor(with_masks, dtype=torch.int64), rows.hidden.device)
+        can_draw = HostCopy(processed[of_masks].isfinite()) if with_masks else None
+
         def report(token_ids: list[int]) -> dict[int, TokenReport]:
             """Make the reports. A row without a token gets none."""
-            asking = [batch.params[row] for row in with_logprobs]
-            nums = [logits.shape[-1] if params.logprobs == -1 else params.logprobs or 0 for params in asking]
-            drawn = [max(token_ids[row], 0) for row in with_logprobs]
-            given = [params.logprob_token_ids or () for params in asking]
-            found = token_logprobs(logits, drawn, nums, given, as_logits=self._as_logits) if drawn else []
-            entries = dict(zip(with_logprobs, found, strict=True))
-            masks = {row: processed[row].isfinite().nonzero().squeeze(-1).tolist() for row in with_masks}
+            entries = dict(zip(with_logprobs, find(), strict=True))
+            on_host = dict(zip(with_masks, can_draw.read()[0], strict=True)) if can_draw is not None else {}
+            masks = {row: mask.nonzero().squeeze(-1).tolist() for row, mask in on_host.items()}
             return {row: RowReport(entries.get(row), masks.get(row)) for row in entries | masks if token_ids[row] >= 0}
 
-        tokens.must_sync, tokens.report = True, report
+        tokens.report = report
         return tokens
 
 
@@ -124,19 +128,41 @@ def token_logprobs(
         given: for each row, further ids to return. None: no row has any.
         as_logits: whether to return the logits instead of log-probabilities.
     """
+    on_same = on_device(torch.tensor(token_ids, dtype=torch.int64), logits.device)
+    return launched_logprobs(logits, on_same, num_top, given, as_logits=as_logits)()
+
+
+def launched_logprobs(
+    logits: Rows,
+    token_ids: Int[Tensor, " rows"],
+    num_top: list[int],
+    given: Sequence[Sequence[int]] | None = None,
+    *,
+    as_logits: bool = False,
+) -> Callable[[], list[TokenLogprobs]]:
+    """Launch what token_logprobs computes, of ids that may be known to the device alone. Returns what waits for it.
+
+    The device then goes on with other work, for which the result need not wait.
+    """
     logprobs = logits if as_logits else log_softmax(logits)
-    listed = [[token_id, *ids] for token_id, ids in zip(token_ids, given or [()] * len(token_ids), strict=True)]
-    kinds = [(num, len(ids)) for num, ids in zip(num_top, listed, strict=True)]
+    further = [*map(tuple, given or [()] * len(num_top))]
+    kinds = [(num, len(ids)) for num, ids in zip(num_top, further, strict=True)]
     launched = []
     for kind in sorted(set(kinds)):  # rows with the same numbers are computed together. In most steps these are all rows
         rows = [row for row, row_kind in enumerate(kinds) if row_kind == kind]
         index = slice(None) if len(rows) == len(kinds) else on_device(torch.tensor(rows), logits.device)
-        tokens = on_device(torch.tensor([listed[row] for row in rows], dtype=torch.int64), logits.device)
-        launched.append((rows, _listed_and_likeliest(logprobs[index], tokens, kind[0])))
-    entries: dict[int, TokenLogprobs] = {}
-    for rows, columns in launched:  # read when all are launched, so that the host waits for a GPU only once
-        entries |= zip(rows, map(_without_repeats, *(column.tolist() for column in columns)), strict=True)
-    return [entries[row] for row in range(len(num_top))]
+        tokens = token_ids[index].unsqueeze(-1)
+        if kind[1]:
+            tokens = torch.cat((tokens, on_device(torch.tensor([further[row] for row in rows]), logits.device)), -1)
+        launched.append((rows, HostCopy(*_listed_and_likeliest(logprobs[index], tokens, kind[0]))))
+
+    def found() -> list[TokenLogprobs]:
+        entries: dict[int, TokenLogprobs] = {}
+        for rows, columns in launched:
+            entries |= zip(rows, map(_without_repeats, *(column.tolist() for column in columns.read())), strict=True)
+        return [entries[row] for row in range(len(num_top))]
+
+    return found
 
 
 def _listed_and_likeliest(

@@ -41,7 +41,7 @@ class TracingSampler(Sampler):
 
     def __init__(self, sampler: Sampler, observer: TracingObserver) -> None:
         super().__init__(sampler.stages)
-        self._observer = observer
+        self._observer, self.may_be_late = observer, False  # it reads the plan that is launched
 
     def sample_by_stages(self, logits: Logits, batch: SamplingBatch) -> SampledTokens:
         self.begin()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nanoinfer.errors import UnsupportedError
+from nanoinfer.fast.cpu import linear
 from nanoinfer.fast.cpu.linear import KernelEmbedding, KernelLinear, PackedLinear
 from nanoinfer.fast.fuse import FusedLinear
 
@@ -25,11 +26,19 @@ def kernel_of(fused, others=()):
     return KernelLinear(PackedLinear(fused), others)
 
 
+def packing_kernel_of(monkeypatch, fused, others=()):
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "packs_faster", lambda *_: True)
+        return kernel_of(fused, others)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (34, 1), (2, 131), (770, 49)])
-def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_of_threads(num_in, num_out, dtype, kind):
+def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_of_threads(
+    num_in, num_out, dtype, kind, monkeypatch
+):
     torch.manual_seed(0)
     activation, others = KINDS[kind]
     layer = nn.Linear(num_in, num_out).to(dtype)
@@ -37,17 +46,20 @@ def test_the_kernel_gives_a_row_the_same_bits_in_any_batch_and_with_any_number_o
     x = torch.randn(200, num_in).to(dtype)
     given = {name: torch.randn(200, num_out).to(dtype) for name in others}
     x[70] = 50 * x[70]  # far along the activation's axis
-    kernel = kernel_of(FusedLinear(layer, activation=activation), others)
+    fused = FusedLinear(layer, activation=activation)
+    kernel, packing = kernel_of(fused, others), packing_kernel_of(monkeypatch, fused, others)
     together = kernel(x, **given)
     expected = FusedLinear(layer.float(), activation=activation)(x.float(), **{name: y.float() for name, y in given.items()})
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     torch.testing.assert_close(together.float(), expected, atol=1e-5, rtol=tolerance)
     for num_rows in (1, 2, 7, 8, 9, 24, 25, 97):
         rows = slice(70, 70 + num_rows)
-        assert torch.equal(kernel(x[rows], **{name: y[rows] for name, y in given.items()}), together[rows])
+        for either in (kernel, packing):
+            assert torch.equal(either(x[rows], **{name: y[rows] for name, y in given.items()}), together[rows])
     torch.set_num_threads(3)
     try:
         assert torch.equal(kernel(x, **given), together)
+        assert torch.equal(packing(x, **given), together)
     finally:
         torch.set_num_threads(1)
 

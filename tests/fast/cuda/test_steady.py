@@ -237,7 +237,7 @@ FAULTS = {
     "tokens in flight are those of other rows": ("before = [row_before[sequences[row]] for", "before = [row for"),
     "other parameters are not written": ("if len(params) <= len(self._params) and all(map(is_, params, self._params)):",
                                          "if len(params) <= len(self._params):"),
-    "a penalty is ignored": ("return bool(is_stateful_row(seq) or ", "return bool("),
+    "a penalty is ignored": ("return bool(is_stateful_row(seq, num_output) or ", "return bool("),
     "log-probabilities are ignored": ("seq.params.reports or ", ""),
     "a finished row is kept": ("running != self._sequences or ", ""),
     "a row whose last token is in flight goes on": ("if seq.num_tokens >= seq.max_num_tokens:", "if False:"),
@@ -256,6 +256,18 @@ FAULTS = {
 def test_random_loads_have_the_states_and_answers_of_an_engine_without_a_steady_batch(num_loads):
     module = module_with()
     assert sum(run_load(seed, module) for seed in range(num_loads)) > 3 * num_loads
+
+
+def test_rows_join_the_steady_batch_once_their_answers_have_min_tokens():
+    rng = SimpleNamespace(randint=lambda first, last: last, choice=lambda given: given[-1], random=lambda: 0.0)
+    engine, kinds = make_engine(rng, "cpu", module_with()), []
+    for num in (3, 5):
+        params = SamplingParams(max_tokens=9, min_tokens=num, ignore_eos=True, detokenize=False, temperature=0.5)
+        engine.submit(engine.inputs.prepare([1, 2], params))
+    while engine.num_unfinished:
+        engine.step()
+        kinds.append(type(engine._in_flight).__name__)
+    assert kinds[:9] == ["LaunchedStep"] * 5 + ["SteadyStep"] * 4
 
 
 def run_on_the_simulated_device(num_loads):

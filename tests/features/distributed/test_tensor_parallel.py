@@ -25,6 +25,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import CheckpointNotFoundError, EngineDeadError, InvalidValueError, UnsupportedError
 from nanoinfer.features.adapters.adapters import Adapters, remove_adapter
 from nanoinfer.features.adapters.request import LoRARequest
+from nanoinfer.features.distributed import runner
 from nanoinfer.features.distributed.communicator import RankLostError
 from nanoinfer.features.distributed.runner import FAILED, LOST, Workers
 from nanoinfer.features.distributed.worker import run as run_worker
@@ -197,6 +198,22 @@ def test_ranks_of_models_with_windows_give_the_tokens_of_one(family, tmp_path, f
     prompts = [PROMPTS[1]] * 3 + [[*PROMPTS[1][:32], 7, 8, 9]] + [PROMPTS[3]] * 3
     params = [asked(max_tokens=30, **given) for given in [*PARAMS[:4], *PARAMS[-3:-1], {"n": 2}]]
     assert_same_tokens_with_preemptions(split, whole, prompts, params)
+
+
+def as_gpus():
+    """Let a rank do what it does on a GPU: rank 0 draws alone, and the ids that it draws reach the others by a collective."""
+    runner.reads_at_once = lambda device: False
+
+
+@pytest.mark.parametrize("are_gpus", [True, False])
+def test_a_step_that_is_launched_before_the_one_before_it_is_read_has_its_ids_on_every_rank(are_gpus, qwen3_path, monkeypatch):
+    monkeypatch.setattr(runner, "reads_at_once", lambda device: not are_gpus)
+    with forked.ranks(as_gpus if are_gpus else None):
+        split, whole = load_pair(qwen3_path, 40, async_scheduling=True)
+    assert len(split.engine.executor.sampler.routes) == 2 - are_gpus
+    prompts, params = [PROMPTS[i % len(PROMPTS)] for i in range(6)], [asked(**given) for given in (*PARAMS[:4], *PARAMS[-3:-1])]
+    assert answers(split, prompts, params) == answers(whole, prompts, params)
+    assert_nothing_is_left(split)
 
 
 # ---- adapters of requests
