@@ -79,13 +79,13 @@ def check_store(dtype: torch.dtype) -> float:
 def check_store_int8(dtype: torch.dtype, num_tokens: int = 6) -> float:
     """Compare integers and scales with the definition's, to the bit. Heads that are not finite, or 0, and numbers of all sizes.
 
-    In fp32 some numbers are in the middle of two integers, of which the even one is stored.
+    Some numbers are in the middle of two integers, of which the even one is stored.
     """
     sizes_of_heads = 2.0 ** torch.linspace(-20, 14, 2 * num_tokens * 3).view(2, num_tokens, 3, 1)
     k, v = (torch.randn(2, num_tokens, 3, 80, generator=_generator()) * sizes_of_heads).to(dtype)
     k[1, 0], v[3, 1, 5], k[4, 2, 7] = 0, float("inf"), float("nan")
-    if dtype is torch.float32:
-        k[2], k[2, :, ::7] = 127, torch.arange(12) + 0.5
+    k[2], k[2, :, ::7] = 127, torch.arange(12) + 0.5
+    k[5, 1], k[5, 1, ::2] = 1.1875, 0.59375
     sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 3, "head_dim": 80 + 4, "dtype": torch.int8}
     cache, expected = (SplitInt8Cache(**sizes) for _ in range(2))
     slots = torch.randperm(64, generator=_generator())[:num_tokens]

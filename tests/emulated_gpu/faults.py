@@ -117,7 +117,7 @@ def int8() -> float:
 
 
 def store_int8() -> float:
-    return cases.check_store_int8(torch.float32, num_tokens=60)
+    return cases.check_store_int8(torch.float16, num_tokens=60)
 
 
 def decode_attention_int8() -> float:
