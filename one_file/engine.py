@@ -724,7 +724,8 @@ class AttentionMetadata:
                          [7, 0]]
         slot_mapping    [21, 28, 29, 30]    the slot of each new token: 5 * 4 + 1, 7 * 4 + 0, ...
 
-    The first num_decodes sequences have one new token each, and the prompt chunks follow. The *_cpu lists hold the values of
+    The first num_decodes sequences have one new token each, and the prompt chunks follow. A draft counts as a sequence of its
+    own, with the blocks of the sequence before it. The *_cpu lists hold the values of
     the tensors as Python ints, for backends that loop over sequences.
     """
 
@@ -1662,6 +1663,9 @@ class FlashAttend:
     def __call__(self, layer: int, q: Queries, k: Keys, v: Keys, **options: Any) -> Queries:
         """Store k and v, then attend. options: further arguments of the library's functions."""
         self._cache.write(layer, self._metadata.slot_mapping, k, v)
+        return self._attend(layer, q, **options)
+
+    def _attend(self, layer: int, q: Queries, **options: Any) -> Queries:
         k_pages, v_pages = self._cache.by_slot(layer)
         outputs, n = [], self._metadata.num_decodes
         if n:

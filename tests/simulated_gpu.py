@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.attention.triton import TritonBackend, copy_blocks
+from nanoinfer.attention.triton import Rotation, TritonBackend, copy_blocks, rotate_and_store
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
@@ -39,7 +39,9 @@ from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.int8_cache.cache import SplitInt8Cache
 from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
+from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
+from nanoinfer.models.layers import RotaryEmbedding
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import QwenMoeForCausalLM
@@ -64,8 +66,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                            "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 512}),
     "head_dim 80": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 640, "intermediate_size": 2048,
                                        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 80}),
-    "head_dim 256": (LlamaForCausalLM, {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2048,
-                                        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}),
+    "Gemma-3-1B": (Gemma3ForCausalLM, {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912,
+                                       "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+                                       "sliding_window": 512}),
     "gpt-oss-20b": (GptOssForCausalLM, {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
                                         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
                                         "num_local_experts": 32, "num_experts_per_tok": 4,
@@ -84,11 +87,11 @@ LINEAR = {
     "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
 }  # fmt: skip
 REACH: dict[str, dict[str, str]] = {
-    "_rms_norm_kernel": {"x": "grid[0] * SIZE", "weight": "SIZE", "out": "grid[0] * SIZE"},
-    "_silu_mul_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
+    "_rms_norm_kernel": {**dict.fromkeys(("x", "residual", "out"), "grid[0] * SIZE"), "weight": "SIZE"},
+    "_gate_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
     "_store_kernel": {
         "q": "(grid[0] - 1) * q_stride + HEADS * HEAD_DIM", "k": "(grid[0] - 1) * k_stride + KV_HEADS * HEAD_DIM",
-        "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM", **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"),
+        "v": "(grid[0] - 1) * v_stride + KV_HEADS * HEAD_DIM", **dict.fromkeys(("cos", "sin"), "grid[0] * ROTATED"),
         **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"), "slots": "grid[0]",
     },
     "_copy_kernel": {"pages": "grid[1] * layer_size", **dict.fromkeys(("sources", "targets"), "num_copies")},
@@ -111,7 +114,7 @@ REACH: dict[str, dict[str, str]] = {
         "v": "(grid[0] - 1) * v_stride + NUM_KV_HEADS * HEAD_DIM", "out": "grid[0] * NUM_HEADS * HEAD_DIM",
         "partial_o": "grid[0] * NUM_HEADS * NUM_SPLITS * HEAD_DIM", "num_arrived": "MAX_ROWS * NUM_KV_HEADS",
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_HEADS * NUM_SPLITS"),
-        **dict.fromkeys(("cos", "sin"), "grid[0] * HEAD_DIM"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
+        **dict.fromkeys(("cos", "sin"), "grid[0] * ROTATED"), **dict.fromkeys(("weight", "k_weight"), "HEAD_DIM"),
         **dict.fromkeys(("slots", "seq_lens", "first_decodes"), "grid[0]"), "sinks": "NUM_HEADS",
     },
     "_few_gated_kernel": {
@@ -260,7 +263,9 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     model_class, config = MODELS[name]
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
-    model.rotary_emb.float()  # as the loader leaves it
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.float()  # as the loader leaves it
     models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
@@ -276,6 +281,9 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
             for model, each in (*itertools.product(models, (attend, others)), (models[0], in_int8)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
+    q, angles = torch.empty(3, 2, 256, dtype=dtype, device="meta"), torch.empty(3, 1, 64, dtype=dtype, device="meta")
+    weight = torch.empty(256, dtype=dtype, device="meta")
+    rotate_and_store(q, Rotation(angles, angles, weight, factor=0.9, zero_centred=True))  # as Qwen3.5's heads, and a factor
     copy_blocks(torch.empty(2, *cache.pages[0].shape, dtype=dtype, device="meta"), blocks, blocks)
     run_adapters(model.config.hidden_size, dtype)
     rows = {name: torch.empty(3, dtype=DTYPES[name], device="meta") for name in (*ROWS, "seeds", "positions")}
@@ -339,7 +347,7 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
             for launch in launches:
                 launch.check(dtype)
             missing = set(REACH) - {launch.kernel for launch in launches}
-            missing -= {"_silu_mul_kernel"} if name in WITH_EXPERTS else OF_EXPERTS
+            missing -= {"_gate_kernel"} if name in WITH_EXPERTS else OF_EXPERTS
             if dtype is torch.float32 or arch < 80:  # without tensor cores
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"

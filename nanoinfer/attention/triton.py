@@ -28,7 +28,7 @@ key's scale multiplies its scores, and a value's scale its weights.
 import os
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,34 +49,59 @@ _MIN_ROWS = 16  # the minimum for a matrix product on tensor cores
 _MIN_COPIES = 64  # copied blocks that a kernel has room for. Few steps have more, for which Triton compiles another kernel
 _COPIED_NUMBERS = 4096  # of a program. They are in registers
 
-# The cos and the sin of each token's angles, [num_tokens, 1, head_dim], and the weight (None: no norm) and the epsilon of norms
-# over the heads of q and of k before their rotation. All are contiguous, in the dtype of q and k.
-Rotation = tuple[Tensor, Tensor, Tensor | None, float, Tensor | None, float]
+
+class Rotation(NamedTuple):
+    """What becomes of q and k before attention. Tensors are contiguous, in the dtype of q and k."""
+
+    cos: Tensor  # of each token's angles, [num_tokens, 1, num_rotated]. Further numbers of a head stay as they are
+    sin: Tensor  # as cos
+    weight: Tensor | None = None  # of an RMSNorm over each head of q before the rotation. None: no norm
+    eps: float = 0.0
+    k_weight: Tensor | None = None  # as weight, of k
+    k_eps: float = 0.0
+    factor: float | None = None  # by which q is multiplied after the rotation. None: by none
+    zero_centred: bool = False  # whether the norms multiply by 1 + weight
+
 
 # The keys and values of a layer, and the scales of both (None: the pages hold the numbers), as KVCache's layer and scales.
 Pages = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
-def _rotated(x, token, cos, sin, weight, eps, heads, dims, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _load_scale(weight, places, inside, ZERO_CENTRED: tl.constexpr):
+    """Return by what a norm with this weight multiplies the numbers at these places, in fp32."""
+    scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    return scale + 1.0 if ZERO_CENTRED else scale
+
+
+@triton.jit
+def _rotated(
+    x, token, cos, sin, weight, eps, factor, heads, dims, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
     """Return a token's heads in fp32, normed if there is a weight, and rotated if there are angles.
 
-    A number becomes number * cos + other * sin, where `other` is the number at its place in (-second half, first half).
+    A number becomes number * cos + other * sin, where `other` is the number at its place in (-second half, first half) of the
+    first ROTATED numbers. The others stay.
     """
     dims = dims + heads * 0  # so that all loads divide a tile among the threads alike, which need not exchange numbers then
-    others = (dims + HEAD_DIM // 2) % HEAD_DIM
+    others = (dims + ROTATED // 2) % ROTATED
     inside = (heads < HEADS) & (dims < HEAD_DIM)
     number = tl.load(x + heads * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
     if cos is not None:
-        other = tl.load(x + heads * HEAD_DIM + others, mask=inside, other=0.0).to(tl.float32)
+        turned = inside if ROTATED == HEAD_DIM else inside & (dims < ROTATED)
+        other = tl.load(x + heads * HEAD_DIM + others, mask=turned, other=0.0).to(tl.float32)
         if weight is not None:
             shrink = tl.rsqrt(tl.sum(number * number, 1) / HEAD_DIM + eps)[:, None]
-            number *= tl.load(weight + dims, mask=inside, other=0.0).to(tl.float32) * shrink
-            other *= tl.load(weight + others, mask=inside, other=0.0).to(tl.float32) * shrink
-        c = tl.load(cos + token * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * HEAD_DIM + dims, mask=inside, other=0.0).to(tl.float32)
-        number = number * c + tl.where(dims < HEAD_DIM // 2, -other, other) * s
+            number *= _load_scale(weight, dims, inside, ZERO_CENTRED) * shrink
+            other *= _load_scale(weight, others, turned, ZERO_CENTRED) * shrink
+        c = tl.load(cos + token * ROTATED + dims, mask=turned, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * ROTATED + dims, mask=turned, other=0.0).to(tl.float32)
+        rotated = number * c + tl.where(dims < ROTATED // 2, -other, other) * s
+        number = rotated if ROTATED == HEAD_DIM else tl.where(dims < ROTATED, rotated, number)
         number = number.to(x.dtype.element_ty).to(tl.float32)
+        if factor is not None:
+            number = (number * factor).to(x.dtype.element_ty).to(tl.float32)
     return number
 
 
@@ -112,24 +137,28 @@ def _store_heads(
 
 @triton.jit
 def _store_kernel(
-    q, k, v, out, k_pages, v_pages, slots, k_scales, v_scales, cos, sin, weight, eps, k_weight, k_eps,
+    q, k, v, out, k_pages, v_pages, slots, k_scales, v_scales, cos, sin, weight, eps, k_weight, k_eps, factor,
     q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Copy one token's keys and values per program, as kv_cache.finite_values returns them. With angles, rotate q and k."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM)[None, :]
     if cos is not None:
         heads = tl.arange(0, HEADS_PADDED)[:, None]
-        query = _rotated(q + token * q_stride, token, cos, sin, weight, eps, heads, dims, HEADS, HEAD_DIM)
+        query = _rotated(
+            q + token * q_stride, token, cos, sin, weight, eps, factor, heads, dims, HEADS, HEAD_DIM, ROTATED, ZERO_CENTRED
+        )  # fmt: skip
         where = (token * HEADS + heads) * HEAD_DIM + dims
         tl.store(out + where, query.to(out.dtype.element_ty), mask=(heads < HEADS) & (dims < HEAD_DIM))
     if k is not None:
         heads = tl.arange(0, KV_HEADS_PADDED)[:, None]
         inside = (heads < KV_HEADS) & (dims < HEAD_DIM)
         columns = heads * HEAD_DIM + dims
-        key = _rotated(k + token * k_stride, token, cos, sin, k_weight, k_eps, heads, dims, KV_HEADS, HEAD_DIM)
+        key = _rotated(
+            k + token * k_stride, token, cos, sin, k_weight, k_eps, None, heads, dims, KV_HEADS, HEAD_DIM, ROTATED, ZERO_CENTRED
+        )  # fmt: skip
         value = tl.load(v + token * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
         num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # NaN compares as false
         is_finite = (num_bad == 0)[:, None]
@@ -452,9 +481,12 @@ def rotate_and_store(q: Queries, rotation: Rotation | None, *stored: Tensor | No
         num_kv_heads, strides, block_size = k.shape[1], (k.stride(0), v.stride(0)), k_pages.shape[1]
     out = q if rotation is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads, kv_heads, dim = map(triton.next_power_of_2, (num_heads, num_kv_heads, head_dim))
+    *tensors, zero_centred = rotation or (*(None,) * 7, False)
+    num_rotated = head_dim if rotation is None else rotation.cos.shape[-1]
     _store_kernel[(num_tokens,)](
-        q, k, v, out, k_pages, v_pages, slots, *(scales or (None,) * 2), *(rotation or (None,) * 6), q.stride(0), *strides,
-        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, block_size, num_warps=min(max(heads * dim // 1024, 4), 16),
+        q, k, v, out, k_pages, v_pages, slots, *(scales or (None,) * 2), *tensors, q.stride(0), *strides,
+        num_heads, heads, num_kv_heads, kv_heads, head_dim, dim, block_size, num_rotated, zero_centred,
+        num_warps=min(max(heads * dim // 1024, 4), 16),
     )  # fmt: skip
     return out
 

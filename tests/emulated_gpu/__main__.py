@@ -17,7 +17,7 @@ from tests.emulated_gpu.cases import CASES, DTYPES
 from tests.emulated_gpu.table import Table
 
 KERNELS = {  # a kernel -> its case, by the dtype
-    "store": "store {}", "rms_norm": "rms_norm {}", "silu_mul": "silu_mul {}", "copy": "copy {}",
+    "store": "store {}", "rms_norm": "rms_norm {}", "gate": "gate {}", "copy": "copy {}",
     "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
     "linear": "linear {} plain", "decode_linear": "decode_linear {} gated with norm", "angles": "angles {}",
     "decode_attention": "decode_attention {} 64 plain", "bound": "draw ties",

@@ -26,6 +26,8 @@ from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
+from nanoinfer.fast.cuda.fused_kernels import Norm
+from nanoinfer.fast.fuse import ACTIVATIONS
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.features.int8_cache.cache import SplitInt8Cache
@@ -96,24 +98,37 @@ def check_store_int8(dtype: torch.dtype, num_tokens: int = 6) -> float:
 
 
 def check_rms_norm(dtype: torch.dtype) -> float:
-    """|out| * (u + 16 e): the sum of up to 2^16 squares as a tree (17 e / 2), 1 / sqrt (3 e), a division (2 e), 2 products."""
-    x, weight = torch.randn(5, 80, generator=_generator()).to(dtype), torch.randn(80, generator=_generator()).to(dtype)
-    expected = _normed(x) * weight.double()
-    return share(fused_kernels.rms_norm(x, weight, EPS), expected, _rounded(dtype, expected) + 16 * _E * expected.abs())
+    """u |out| + 18 e |norm|: the sum of up to 2^16 squares as a tree (17 e / 2), 1 / sqrt (3 e), a division (2 e), 2 products.
+
+    Zero-centred, with 1 e more for the sum with 1 and as much for that with a residual, whose magnitude counts.
+    """
+    (x, residual), weight = (
+        torch.randn(2, 5, 80, generator=_generator()).to(dtype),
+        torch.randn(80, generator=_generator()).to(dtype),
+    )
+    plain, centred = _normed(x) * weight.double(), _normed(x) * (1 + weight.double())
+    outs = fused_kernels.rms_norm(x, Norm(weight, EPS)), fused_kernels.rms_norm(x, Norm(weight, EPS, True), residual)
+    sums, terms = centred + residual.double(), centred.abs() + residual.double().abs()
+    return max(
+        share(outs[0], plain, _rounded(dtype, plain) + 16 * _E * plain.abs()),
+        share(outs[1], sums, _rounded(dtype, sums) + 18 * _E * terms),
+    )
 
 
-def check_silu_mul(dtype: torch.dtype) -> float:
-    """|out| * (u + (12 + |gate|) e): exp(gate) has the error of its argument, |gate| e, and 2 units in the last place."""
+def check_gate(dtype: torch.dtype) -> float:
+    """|out| * (u + (12 + 6 |slope|) e): exp(slope) has the error of its argument, 6 |slope| e, and 2 units of its own."""
     gate_up = torch.randn(3, 2 * 1500, generator=_generator()).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    expected = gate * torch.sigmoid(gate) * up
-    return share(fused_kernels.silu_and_mul(gate_up), expected, _gated_rounding(dtype, gate, expected))
+    outs = {name: fused_kernels.gate_and_mul(gate_up, name) for name in ACTIVATIONS}
+    expected = {name: compute(gate) * up for name, compute in ACTIVATIONS.items()}
+    return max(share(out, expected[name], _gated_rounding(dtype, gate, expected[name])) for name, out in outs.items())
 
 
 def check_rotate(dtype: torch.dtype) -> float:
-    """u * |out| + 18 e * (|number * cos| + |other * sin|): as rms_norm, a product and a sum more. With norms and without.
+    """u * |out| + 20 e * (|number * cos| + |other * sin|): as rms_norm, a product and a sum more. With norms and without.
 
-    Queries alone, and with keys and values, which are stored. All are views, as a fused projection gives them.
+    Queries alone, and with keys and values, which are stored. All are views, as a fused projection gives them. Zero-centred
+    norms come with heads of which 48 numbers are rotated, and a factor of the queries, which rounds once more.
     """
     generator, largest = _generator(), 0.0
     x, angles = torch.randn(4, 6, 80, generator=generator).to(dtype), torch.randn(4, 1, 80, generator=generator)
@@ -121,18 +136,28 @@ def check_rotate(dtype: torch.dtype) -> float:
     slots, pages = torch.tensor([5, 63, 0, 17]), torch.full((2, 4, 16, 1, 80), 7, dtype=dtype)
     (q, k, v), expected = x.split([4, 1, 1], 1), pages.clone().view(2, 64, 1, 80)
 
-    def worst(out: Tensor, given: Tensor, weight: Tensor | None) -> float:
-        number = given.double() if weight is None else _normed(given) * weight.double()
-        first, second = number.chunk(2, -1)
-        terms = number * cos.double(), torch.cat((-second, first), -1) * sin.double()
-        rotated, magnitude = terms[0] + terms[1], terms[0].abs() + terms[1].abs()
-        return share(out, rotated, _rounded(dtype, rotated) + 18 * _E * magnitude)
+    def worst(out: Tensor, given: Tensor, weight: Tensor | None, rotation: triton.Rotation, factor: float = 1.0) -> float:
+        number = given.double() if weight is None else _normed(given) * (weight.double() + rotation.zero_centred)
+        turned, kept = number.split([width := rotation.cos.shape[-1], 80 - width], -1)
+        first, second = turned.chunk(2, -1)
+        terms = turned * rotation.cos.double(), torch.cat((-second, first), -1) * rotation.sin.double()
+        rotated, magnitude = (
+            torch.cat((terms[0] + terms[1], kept), -1),
+            torch.cat((terms[0].abs() + terms[1].abs(), kept.abs()), -1),
+        )
+        tolerance = (1 + (factor != 1)) * _rounded(dtype, rotated) + 20 * _E * magnitude
+        return share(out, factor * rotated, factor * tolerance)
 
-    for weight, k_weight in ((None, None), torch.randn(2, 80, generator=generator).to(dtype)):
-        rotation = cos, sin, weight, EPS, k_weight, EPS
+    norms = torch.randn(2, 80, generator=generator).to(dtype)
+    few = (x[..., :48].contiguous() for x in (cos, sin))
+    for rotation in (
+        triton.Rotation(cos, sin), triton.Rotation(cos, sin, norms[0], EPS, norms[1], EPS),
+        triton.Rotation(*few, norms[0], EPS, norms[1], EPS, 1.375, True),
+    ):  # fmt: skip
         outs = [triton.rotate_and_store(q, rotation, k, v, *pages, slots), triton.rotate_and_store(q, rotation)]
         keys = pages[0].view(64, 1, 80)[slots]
-        largest = max(largest, *(worst(out, q, weight) for out in outs), worst(keys, k, k_weight))
+        of_q = max(worst(out, q, rotation.weight, rotation, rotation.factor or 1.0) for out in outs)
+        largest = max(largest, of_q, worst(keys, k, rotation.k_weight, rotation))
         expected[0, slots], expected[1, slots] = keys, v
         if not torch.equal(pages.view(expected.shape), expected):  # values that are not copied, or something elsewhere
             return float("inf")
@@ -158,7 +183,7 @@ def check_far_rotate(dtype: torch.dtype) -> float:
     turn = torch.ones(3, 1, 64, dtype=dtype)
     first, second = x.double().chunk(2, -1)
     expected = torch.cat((first - second, second + first), -1)
-    out = triton.rotate_and_store(x, (turn, turn, None, 0.0, None, 0.0))
+    out = triton.rotate_and_store(x, triton.Rotation(turn, turn))
     return share(out, expected, _rounded(dtype, expected) + 18 * _E * x.double().abs().amax())
 
 
@@ -174,7 +199,7 @@ def check_copy(dtype: torch.dtype) -> float:
 def check_linear(dtype: torch.dtype, option: str) -> float:
     """u * |out| + s: g(n + 1) times the magnitudes of the sum's n products, which are exact, and of the bias or the residual.
 
-    Gated: s of up times |silu(gate)|, plus s of the gate times 1.1 * |up| (silu' is below 1.1), plus what silu_mul has.
+    Gated: s of up times |silu(gate)|, plus s of the gate times 1.2 * |up| (silu' and gelu' are below), plus what `gate` has.
 
     Sizes are no multiples of the kernel's tiles, and there are more tiles than the kernel loads ahead. 5 rows have few inputs,
     and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over. Split: two programs
@@ -196,10 +221,10 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
             expected, terms = expected + added.double(), terms + added.double().abs()
         out = linear_kernel.few_rows_linear(
             x, weight, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
-            in_place=has_residual, arrivals=arrivals if num_in == sizes[0] else None,
+            activation=_activation(option), in_place=has_residual, arrivals=arrivals if num_in == sizes[0] else None,
         )  # fmt: skip
         tolerance = terms * _sum_error(num_in + 2)
-        largest = max(largest, share(out, *_finished(dtype, expected, tolerance, gated)))
+        largest = max(largest, share(out, *_finished(dtype, expected, tolerance, option)))
     return largest
 
 
@@ -228,7 +253,7 @@ def check_invariant(dtype: torch.dtype, option: str) -> float:
         return float("inf")
     expected, terms = x.double() @ weight.double().T + added.double(), x.double().abs() @ weight.double().abs().T
     tolerance = (terms + added.double().abs()) * _sum_error(num_in + 2)
-    return share(outs[0], *_finished(dtype, expected, tolerance, gated))
+    return share(outs[0], *_finished(dtype, expected, tolerance, option))
 
 
 def check_decode_linear(dtype: torch.dtype, option: str) -> float:
@@ -243,19 +268,19 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
         shapes = (3, num_in), ((1 + gated) * num_out, num_in), ((1 + gated) * num_out,), (num_in,), (3, num_out)
         x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         weight *= num_in**-0.5
-        outs = []
+        norm, outs = Norm(scale, EPS, "zero-centred" in option) if has_norm else None, []
         for rows in (slice(0, 3), slice(1, 2)):
             with writes.step():
                 given, added = x[rows].clone(), residual[rows].clone()
                 outs.append(
                     decode_kernels.decode_linear(
-                        given, weight, bias if has_bias else None, norm=(scale, EPS) if has_norm else None, gated=gated,
+                        given, weight, bias if has_bias else None, norm=norm, gated=gated, activation=_activation(option),
                         residual=None if gated else added, in_place=not gated,
                     )
                 )  # fmt: skip
         if dtype is not torch.float32 and not torch.equal(outs[0][1:2], outs[1]):
             return float("inf")
-        given = _normed(x) * scale.double() if has_norm else x.double()
+        given = _normed(x) * (scale.double() + norm.zero_centred) if norm else x.double()
         expected, terms = given @ weight.double().T, given.abs() @ weight.double().abs().T
         tolerance = (
             16 * _E * terms + 4 * ROUNDOFF[dtype] * (given.square() @ weight.double().square().T).sqrt() if has_norm else 0
@@ -263,7 +288,7 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
         for added in [bias] * has_bias + [residual] * (not gated):
             expected, terms = expected + added.double(), terms + added.double().abs()
         tolerance = tolerance + terms * _sum_error(num_in + 2)
-        largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, gated)))
+        largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, option)))
     return largest
 
 
@@ -384,13 +409,18 @@ def check_lora(dtype: torch.dtype) -> float:
     return largest
 
 
-def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+def _activation(option: str) -> str:
+    return "gelu_tanh" if "gelu" in option else "silu"
+
+
+def _finished(dtype: torch.dtype, expected: Tensor, tolerance: Tensor, option: str) -> tuple[Tensor, Tensor]:
     """What becomes of a product's result and tolerance by the gate and the rounding."""
-    if not gated:
+    if "gated" not in option:
         return expected, tolerance + _rounded(dtype, expected)
     (gate, up), (of_gate, of_up) = expected.chunk(2, -1), tolerance.chunk(2, -1)
-    silu = gate * torch.sigmoid(gate)
-    return silu * up, 1.1 * up.abs() * of_gate + silu.abs() * of_up + _gated_rounding(dtype, gate, silu * up)
+    activated = ACTIVATIONS[_activation(option)](gate)
+    rounding = _gated_rounding(dtype, gate, activated * up)
+    return activated * up, 1.2 * up.abs() * of_gate + activated.abs() * of_up + rounding
 
 
 @jit
@@ -500,7 +530,7 @@ class _DecodeAttention:
             for _ in range(2):  # the counters serve again
                 with writes.step():  # the product before it writes all three
                     q, k, v = torch.cat((q, k, v), 1).split([q.shape[1], k.shape[1], k.shape[1]], 1)
-                    rotation = cos, sin, None, 0.0, None, 0.0
+                    rotation = triton.Rotation(cos, sin)
                     outs.append(decode_kernels.decode_attention(cache, metadata, layer, q, k, v, rotation, arrivals, **options))
             return outs[1]
 
@@ -578,7 +608,8 @@ def _tolerance(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks
 
 
 def _gated_rounding(dtype: torch.dtype, gate: Tensor, out: Tensor) -> Tensor:
-    return _rounded(dtype, out) + (12 + gate.abs()) * _E * out.abs()
+    slope = gate.abs() * (1.6 + 0.072 * gate.square())  # at least gelu_tanh's, and silu's
+    return _rounded(dtype, out) + (12 + 6 * slope) * _E * out.abs()
 
 
 def _sum_error(num_roundings: int) -> float:
@@ -596,14 +627,14 @@ def _generator() -> torch.Generator:
 CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
-        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("silu_mul", check_silu_mul),
+        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("gate", check_gate),
         ("rotate", check_rotate), ("copy", check_copy), ("angles", check_angles), ("lora", check_lora),
     )
     for name, dtype in DTYPES.items()
 } | {
     f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
     for name in ("bfloat16", "float16")  # fp32 is torch's
-    for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias")
+    for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias", "gated by gelu")
 } | {
     f"invariant {name} {option}": lambda dtype=dtype, option=option: check_invariant(dtype, option)
     for name, dtype in DTYPES.items()
@@ -613,7 +644,7 @@ CASES: dict[str, Callable[[], float]] = {
 } | {
     f"decode_linear {name} {option}": lambda dtype=dtype, option=option: check_decode_linear(dtype, option)
     for name, dtype in DTYPES.items()
-    for option in ("residual", "norm and bias", "gated with norm")
+    for option in ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
 } | {
     f"experts {name} {option}": lambda dtype=dtype, option=option: check_experts(dtype, option)
     for name, dtype in DTYPES.items()

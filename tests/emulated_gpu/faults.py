@@ -179,12 +179,31 @@ FAULTS: dict[str, InPtx | InSource] = {
     "store: exchanged strides": InSource(
         triton, "v + token * v_stride", "v + token * k_stride", "OutsideFault", _of(cases.check_store)
     ),
-    "silu_mul: a mask shifted by one": InSource(
-        fused_kernels, "columns < SIZE\n    gate", "columns <= SIZE\n    gate", "OutsideFault", _of(cases.check_silu_mul)
+    "gate: a mask shifted by one": InSource(
+        fused_kernels, "columns < SIZE\n    gate", "columns <= SIZE\n    gate", "OutsideFault", _of(cases.check_gate)
     ),
-    "rms_norm: a weight that is read without its mask": InSource(
-        fused_kernels, "weight + columns, mask=inside, other=0.0", "weight + columns", "OutsideFault",
-        _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
+    "gate: a GELU without its cube": InSource(
+        fused_kernels, "0.044715 * gate * gate * gate", "0.044715 * gate", "values", _of(cases.check_gate)
+    ),
+    "rms_norm: a residual that is read without its mask": InSource(
+        fused_kernels, "residual + row * SIZE + columns, mask=inside, other=0.0", "residual + row * SIZE + columns",
+        "OutsideFault", _of(cases.check_rms_norm), hidden_from=_of(cases.check_rms_norm),
+    ),
+    "rms_norm: the residual of the first row": InSource(
+        fused_kernels, "residual + row * SIZE", "residual", "values", _of(cases.check_rms_norm)
+    ),
+    "rotate: a norm without its offset": InSource(
+        triton, "return scale + 1.0 if", "return scale + 0.0 if", "values", _of(cases.check_rotate)
+    ),
+    "rotate: a weight that is read without its mask": InSource(
+        triton, "weight + places, mask=inside, other=0.0", "weight + places", "OutsideFault",
+        _of(cases.check_rotate, torch.bfloat16), hidden_from=_of(cases.check_rotate),
+    ),
+    "rotate: numbers that turn though they are beyond the rotated part": InSource(
+        triton, "tl.where(dims < ROTATED, rotated, number)", "rotated", "values", _of(cases.check_rotate)
+    ),
+    "rotate: keys that are multiplied by the factor of queries": InSource(
+        triton, "k_eps, None, heads", "k_eps, factor, heads", "values", _of(cases.check_rotate)
     ),
     "rotate: an int32 offset that overflows": InSource(
         triton, "token = tl.program_id(0).to(tl.int64)", "token = tl.program_id(0)", "OutsideFault",
@@ -234,7 +253,7 @@ FAULTS: dict[str, InPtx | InSource] = {
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
     "linear: no barrier before a tile is read": InPtx("_linear_kernel", _BARRIER, "", "RaceFault", linear("plain")),
     "linear: exchanged gate and up": InSource(
-        linear_kernel, "total * tl.sigmoid(total) * up", "up * tl.sigmoid(up) * total", "values", linear("gated")
+        linear_kernel, "_activated(total, ACTIVATION) * up", "_activated(up, ACTIVATION) * total", "values", linear("gated")
     ),
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
@@ -305,8 +324,8 @@ FAULTS: dict[str, InPtx | InSource] = {
         "DependencyFault", lambda: decode_linear("residual"), arch=90,
     ),
     "PDL: weights that the step writes": InSource(
-        decode_kernels, "    scale, eps = norm or", "    weight.mul_(1)\n    scale, eps = norm or", "DependencyFault",
-        decode_linear, arch=90,
+        decode_kernels, "    scale, eps, zero_centred = norm or", "    weight.mul_(1)\n    scale, eps, zero_centred = norm or",
+        "DependencyFault", decode_linear, arch=90,
     ),
     "PDL: a launch whose kernel does not know": InSource(
         decode_kernels, "*arguments, uses_pdl,", "*arguments, False,", "DependencyFault", decode_linear, arch=90

@@ -10,6 +10,7 @@ from nanoinfer.attention.dense import DenseAttention
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from tests.emulated_gpu import writes
@@ -23,6 +24,16 @@ FAMILIES = {  # a family -> what is its own
     "qwen3": (QwenForCausalLM, {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}),
     "qwen2": (QwenForCausalLM, {"model_type": "qwen2", "tie_word_embeddings": False}),
     "llama": (LlamaForCausalLM, {"model_type": "llama", "tie_word_embeddings": False}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 256,
+            "sliding_window_pattern": 2,
+        },
+    ),
 }
 _LENGTHS = [90, 3, 17, 64, 1, 33]  # tokens in the cache, of up to six rows
 _BLOCK_SIZE, _NUM_STEPS = 16, 2

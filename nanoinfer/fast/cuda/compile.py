@@ -14,29 +14,38 @@ from torch import Tensor, fx, nn
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
-from nanoinfer.attention.triton import paged_attention, rotate_and_store
+from nanoinfer.attention.triton import Rotation, paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
 from nanoinfer.fast.cuda.experts import KernelExperts
-from nanoinfer.fast.cuda.fused_kernels import angles, rms_norm, silu_and_mul
+from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
 from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
-from nanoinfer.fast.fuse import FusedLinear, FusedRotation, fuse
+from nanoinfer.fast.fuse import ADD, MULTIPLY, RMS_NORMS, FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.features.hybrid.groups import GroupedAttend
 from nanoinfer.models.layers import Angles, Heads, Ids, RMSNorm, RotaryEmbedding, ZeroCentredRMSNorm
 
 
+def norm_of(norm: RMSNorm) -> Norm:
+    """Return what kernels compute as this norm, which is of a class in RMS_NORMS."""
+    return Norm(norm.weight, norm.eps, type(norm) is ZeroCentredRMSNorm)
+
+
 class KernelRMSNorm(nn.Module):
-    """RMSNorm in one kernel, if its weight has the dtype of x."""
+    """A norm of RMS_NORMS, and its sum with a residual if any, in one kernel if all have the dtype of x."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
         self.norm = norm
 
-    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        norm = self.norm
-        return rms_norm(x, norm.weight, norm.eps) if x.dtype is norm.weight.dtype else norm(x)
+    def forward(
+        self, x: Float[Tensor, "*rows size"], residual: Float[Tensor, "*rows_or_one size"] | None = None
+    ) -> Float[Tensor, "*rows size"]:
+        is_alike = x.dtype is self.norm.weight.dtype
+        if residual is not None and not (is_alike and residual.dtype is x.dtype and residual.shape == x.shape):
+            return residual + self.forward(x)
+        return rms_norm(x, norm_of(self.norm), residual) if is_alike else self.norm(x)
 
 
 class KernelAngles(nn.Module):
@@ -51,33 +60,43 @@ class KernelAngles(nn.Module):
 
 
 class KernelRotation(nn.Module):
-    """FusedRotation in one kernel, if each token has an angle for each number of a head, in the dtype of x, contiguous."""
+    """FusedRotation in one kernel, if each token has an angle for each rotated number, in the dtype of x, contiguous."""
 
     def __init__(self, fused: FusedRotation) -> None:
         super().__init__()
         self.fused = fused
 
     @property
-    def norm(self) -> tuple[Tensor | None, float]:
-        return (None, 0.0) if self.fused.norm is None else (self.fused.norm.weight, self.fused.norm.eps)
+    def norm(self) -> Norm | tuple[None, float, bool]:
+        """The norm of the heads, and for none what a Rotation has."""
+        return (None, 0.0, False) if self.fused.norm is None else norm_of(self.fused.norm)
+
+    def is_like(self, other: "KernelRotation") -> bool:
+        """Whether the other rotates as many numbers of a head, after a norm of the same class if both have norms."""
+        kinds = {type(fused.norm) for fused in (self.fused, other.fused)}
+        return self.fused.num_rotated == other.fused.num_rotated and len(kinds - {type(None)}) <= 1
 
     def supports(self, x: Tensor, cos: Angles, sin: Angles) -> bool:
         read = [cos, sin, *(() if self.fused.norm is None else (self.fused.norm.weight,))]
-        is_fitting = x.ndim == 3 and cos.shape == sin.shape == (len(x), 1, x.shape[-1])
+        is_fitting = x.ndim == 3 and cos.shape == sin.shape == (len(x), 1, self.fused.num_rotated or x.shape[-1])
         return is_fitting and all(tensor.dtype is x.dtype and tensor.is_contiguous() for tensor in read)
 
     def forward(self, x: Heads, cos: Angles, sin: Angles) -> Heads:
         if self.supports(x, cos, sin):
-            return rotate_and_store(with_whole_heads(x), (cos, sin, *self.norm, None, 0.0))
+            weight, eps, zero_centred = self.norm
+            return rotate_and_store(with_whole_heads(x), Rotation(cos, sin, weight, eps, zero_centred=zero_centred))
         return cast(Tensor, self.fused(x, cos, sin))
 
 
 class RotatedAttention(nn.Module):
-    """Rotates queries and keys, and attends. Where Triton's kernels attend, one of them rotates and stores, or does it all."""
+    """Rotates queries and keys, and attends. Where Triton's kernels attend, one of them rotates and stores, or does it all.
 
-    def __init__(self, rotation: KernelRotation, k_rotation: KernelRotation) -> None:
+    factor: by which rotated queries are multiplied. None: by none.
+    """
+
+    def __init__(self, rotation: KernelRotation, k_rotation: KernelRotation, factor: float | None = None) -> None:
         super().__init__()
-        self.rotation, self.k_rotation, self.arrivals = rotation, k_rotation, Arrivals()
+        self.rotation, self.k_rotation, self.factor, self.arrivals = rotation, k_rotation, factor, Arrivals()
 
     def forward(
         self, attend: Attend, layer: int, q: Queries, k: Keys, v: Tensor, cos: Angles, sin: Angles, **options: Any
@@ -88,34 +107,43 @@ class RotatedAttention(nn.Module):
             step = attend.steps[group]
         is_supported = self.rotation.supports(q, cos, sin) and self.k_rotation.supports(k, cos, sin) and k.shape == v.shape
         if is_supported and isinstance(step, partial) and step.func is paged_attention:
-            rotation = cos, sin, *self.rotation.norm, *self.k_rotation.norm
+            (weight, eps, is_zero_centred), (k_weight, k_eps, is_k) = self.rotation.norm, self.k_rotation.norm
+            rotation = Rotation(cos, sin, weight, eps, k_weight, k_eps, self.factor, is_zero_centred or is_k)
             cache, metadata = step.args
             if not step.keywords and decode_kernels.supports_attention(q, metadata):
                 return decode_attention(cache, metadata, place, q, k, v, rotation, self.arrivals, **options)
             return cast(Tensor, step(place, q, k, v, rotation=rotation, **options))
-        return attend(layer, self.rotation(q, cos, sin), self.k_rotation(k, cos, sin), v, **options)
+        q = self.rotation(q, cos, sin)
+        q = q if self.factor is None else q * self.factor
+        return attend(layer, q, self.k_rotation(k, cos, sin), v, **options)
 
 
 class FewRowsLinear(nn.Module):
-    """Computes a linear layer. gated: silu(gate(x)) * up(x), where the layer holds both. norm: of x, before the product."""
+    """Computes a linear layer. norm: of x, before the product.
 
-    def __init__(self, linear: nn.Linear, *, gated: bool = False) -> None:
+    activation: of the gate, a name in fuse.ACTIVATIONS: the layer holds gate and up, and activation(gate(x)) * up(x) is
+    returned. None: there is no gate.
+    """
+
+    def __init__(self, linear: nn.Linear, activation: str | None = None) -> None:
         super().__init__()
-        self.linear, self.gated = linear, gated
+        self.linear, self.activation, self.arrivals = linear, activation, Arrivals()
         self.norm: KernelRMSNorm | None = None
         self.is_invariant = False
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        linear, norm = self.linear, None if self.norm is None else (self.norm.norm.weight, self.norm.norm.eps)
+        linear, norm = self.linear, None if self.norm is None else norm_of(self.norm.norm)
+        gate: dict[str, Any] = {} if self.activation is None else {"gated": True, "activation": self.activation}
         if self.is_invariant:
             x = x if self.norm is None else self.norm(x)
-            return invariant_linear(x, linear.weight, linear.bias, gated=self.gated)
+            return invariant_linear(x, linear.weight, linear.bias, **gate)
         if decode_kernels.supports(x, linear, norm):
-            return decode_linear(x, linear.weight, linear.bias, norm=norm, gated=self.gated)
+            return decode_linear(x, linear.weight, linear.bias, norm=norm, **gate)
         x = x if self.norm is None else self.norm(x)
         if supports(x, linear):
-            return few_rows_linear(x, linear.weight, linear.bias, gated=self.gated)
-        return silu_and_mul(linear(x)) if self.gated else cast(Tensor, linear(x))
+            arrivals = self.arrivals if self.activation is None else None
+            return few_rows_linear(x, linear.weight, linear.bias, arrivals=arrivals, **gate)
+        return cast(Tensor, linear(x)) if self.activation is None else gate_and_mul(linear(x), self.activation)
 
 
 class AddedLinear(nn.Module):
@@ -161,9 +189,9 @@ def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False
     for node in list(trace.graph.nodes):
         module = trace.module(node)
         faster: nn.Module | None = None
-        if isinstance(module, FusedRotation) and type(module.norm) is not ZeroCentredRMSNorm and module.num_rotated is None:
+        if isinstance(module, FusedRotation):
             faster = KernelRotation(module)
-        elif type(module) is RMSNorm and module.weight.ndim == 1 and not has_hooks(module):
+        elif isinstance(module, RMSNorm) and type(module) in RMS_NORMS and module.weight.ndim == 1 and not has_hooks(module):
             faster = KernelRMSNorm(module)
         elif isinstance(module, RotaryEmbedding) and type(module).forward is RotaryEmbedding.forward and not has_hooks(module):
             faster = KernelAngles(module)
@@ -178,9 +206,38 @@ def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False
             num_faster += 1
             if isinstance(faster, FewRowsLinear | AddedLinear):
                 faster.is_invariant = is_invariant
+    num_faster += _move_residuals_into_norms(trace, is_invariant=is_invariant)
     _move_norms_into_products(trace)
     _add_adapters(trace, merges)
     return num_faster
+
+
+def _move_residuals_into_norms(trace: Trace, *, is_invariant: bool) -> int:
+    """Let a norm add the residual after it, and the kernels of few rows compute the product before it, as in Gemma 3.
+
+    Returns the number of these products.
+    """
+    num_products, is_before = 0, {node: i for i, node in enumerate(trace.graph.nodes)}
+    for node in list(trace.graph.nodes):
+        if node.target not in ADD or len(node.args) != 2 or node.kwargs:
+            continue
+        for normed, residual in (node.args, node.args[::-1]):
+            norm = trace.module(normed) if isinstance(normed, fx.Node) else None
+            is_fitting = isinstance(norm, KernelRMSNorm) and len(normed.users) == 1 and isinstance(residual, fx.Node)
+            if not is_fitting or normed.kwargs or is_before[residual] > is_before[normed]:
+                continue
+            normed.kwargs = {"residual": residual}
+            node.replace_all_uses_with(normed)
+            trace.graph.erase_node(node)
+            product = normed.args[0]
+            module = trace.module(product)
+            if type(module) is FusedLinear and len(module.linears) == 1 and not (module.activation or product.kwargs):
+                faster = FewRowsLinear(module.linears[0])
+                faster.is_invariant = is_invariant
+                product.target = trace.name("kernel", faster)
+                num_products += 1
+            break
+    return num_products
 
 
 def _move_norms_into_products(trace: Trace) -> None:
@@ -192,7 +249,7 @@ def _move_norms_into_products(trace: Trace) -> None:
             written.add(node.kwargs["residual"])
         if isinstance(module, FewRowsLinear) and isinstance(x, fx.Node) and len(x.users) == 1:
             norm = trace.module(x)
-            if isinstance(norm, KernelRMSNorm) and x.args[0] not in written:
+            if isinstance(norm, KernelRMSNorm) and not x.kwargs and x.args[0] not in written:
                 module.norm, node.args = norm, x.args
                 trace.graph.erase_node(x)
 
@@ -208,21 +265,26 @@ def _add_adapters(trace: Trace, merges: Merges) -> None:
         if any(linear._forward_hooks for linear in linears):
             from nanoinfer.fast.cuda.lora import AdaptedProduct, without_hooks
 
-            product.linear, norm, gated = without_hooks(product.linear), None, False
+            product.linear, norm, activation = without_hooks(product.linear), None, None
             if isinstance(product, FewRowsLinear):
-                (norm, gated), product.norm, product.gated = (product.norm, product.gated), None, False
-            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, gated=gated))
+                (norm, activation), product.norm, product.activation = (product.norm, product.activation), None, None
+            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, activation))
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:
-    """Move rotations of q and k that only the attention reads into it."""
-    rotations: list[Any] = [trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in (q, k)]
-    are_kernels = all(isinstance(module, KernelRotation) for module in rotations)
-    if are_kernels and len({q, k, v}) == 3 and q.args[1:] == k.args[1:]:
-        node.op, node.target = "call_module", trace.name("attention", RotatedAttention(*rotations))
+    """Move rotations of q and k that only the attention reads into it, and a factor of the rotated q."""
+    factor, scaled = None, q
+    if isinstance(q, fx.Node) and q.target in MULTIPLY and len(q.users) == 1 and isinstance(q.args[1], float):
+        q, factor = q.args[0], q.args[1]
+    modules = [trace.module(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in (q, k)]
+    rotations = [module for module in modules if isinstance(module, KernelRotation)]
+    are_alike = len(rotations) == 2 and rotations[0].is_like(rotations[1])
+    if are_alike and len({q, k, v}) == 3 and q.args[1:] == k.args[1:]:
+        attention = RotatedAttention(rotations[0], rotations[1], factor)
+        node.op, node.target = "call_module", trace.name("attention", attention)
         node.args = attend, layer, q.args[0], k.args[0], v, *q.args[1:]
-        trace.graph.erase_node(q)
-        trace.graph.erase_node(k)
+        for rotated in dict.fromkeys((scaled, q, k)):
+            trace.graph.erase_node(rotated)
 
 
 def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:
@@ -234,7 +296,7 @@ def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Mer
         if gate_up is not None:
             node.kwargs = {}
             trace.graph.erase_node(factor)
-            return FewRowsLinear(gate_up, gated=True)
+            return FewRowsLinear(gate_up, gate.activation)
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
         return AddedLinear(module.linears[0], in_place=_is_last_use(trace, residual, node))
     merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
@@ -255,10 +317,10 @@ def _merged(trace: Trace, fused: FusedLinear, merges: Merges) -> nn.Linear | Non
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:
-    """Whether the node is silu(gate(x)) * up(x), and nothing else reads the gate."""
+    """Whether the node is activation(gate(x)) * up(x), and nothing else reads the gate."""
     is_alike = len({linear.bias is None for linear in (*gate.linears, *module.linears)}) == 1
     is_of_same_input = factor.args == node.args and not factor.kwargs and len(factor.users) == 1
-    return gate.activation == "silu" and module.activation is None and is_alike and is_of_same_input
+    return gate.activation is not None and module.activation is None and is_alike and is_of_same_input
 
 
 def _is_last_use(trace: Trace, residual: fx.Node, node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import (
     Pages,
     Rotation,
+    _load_scale,
     _load_tile,
     _merged,
     _no_keys,
@@ -50,6 +51,7 @@ from nanoinfer.attention.triton import (
     uses_tensor_cores,
 )
 from nanoinfer.fast.cuda import pdl
+from nanoinfer.fast.cuda.fused_kernels import Norm
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, _store_outputs
 
 try:
@@ -84,7 +86,8 @@ def _sum_of_squares(x, NUM_IN: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _decode_linear_kernel(
     x, norm, weight, bias, residual, out, eps, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
-    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS columns of all rows. GATED: the weight has the rows of the gate, and after them those of up.
 
@@ -100,7 +103,7 @@ def _decode_linear_kernel(
     if GATED:
         up_w = _load_weights(up_starts, inputs, inside, NUM_IN)
     if norm is not None:
-        scale = tl.load(norm + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
+        scale = _load_scale(norm, inputs, inputs < NUM_IN, ZERO_CENTRED)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -113,7 +116,7 @@ def _decode_linear_kernel(
             if GATED:
                 up_w = _load_weights(up_starts, inputs, inside, NUM_IN)
             if norm is not None:
-                scale = tl.load(norm + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
+                scale = _load_scale(norm, inputs, inputs < NUM_IN, ZERO_CENTRED)
         for row in range(num_rows):
             a = tl.load(x + row * x_stride + inputs, mask=inputs < NUM_IN, other=0.0).to(tl.float32)
             if norm is not None:
@@ -123,7 +126,7 @@ def _decode_linear_kernel(
             total += tl.where(is_row, tl.sum(w.to(tl.float32) * a[None, :], 1)[None, :], 0.0)
             if GATED:
                 up += tl.where(is_row, tl.sum(up_w.to(tl.float32) * a[None, :], 1)[None, :], 0.0)
-    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED, ACTIVATION)
 
 
 @triton.jit
@@ -141,7 +144,7 @@ def _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE: tl.constexp
 def _with_new_keys(
     query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, num_queries, positions, kv_head, new_keys, is_seen,
     cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of this step that a program's rows see to their running softmax, and store the rows' own."""
     dims = tl.arange(0, o.shape[1])[None, :]
@@ -152,7 +155,8 @@ def _with_new_keys(
         if tl.sum(tl.where((others == other) & is_seen, 1, 0), 0) > 0:
             one = tl.arange(0, 1)[:, None]
             key = _rotated(
-                k + other * k_stride + kv_head * HEAD_DIM, other, cos, sin, k_weight, k_eps, one, dims, 1, HEAD_DIM
+                k + other * k_stride + kv_head * HEAD_DIM, other, cos, sin, k_weight, k_eps, None, one, dims, 1, HEAD_DIM,
+                ROTATED, ZERO_CENTRED,
             )  # fmt: skip
             value = tl.load(v + other * v_stride + columns, mask=inside, other=0.0).to(tl.float32)
             num_bad = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1)  # as kv_cache.finite_values
@@ -211,11 +215,11 @@ def _merge_if_last(
 @triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def _decode_attention_kernel(
     q, k, v, out, k_pages, v_pages, k_scales, v_scales, slots, seq_lens, block_tables, first_decodes, cos, sin, weight, eps,
-    k_weight, k_eps, sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride, num_rows,
-    scale,
+    k_weight, k_eps, factor, sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride,
+    num_rows, scale,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
-    MAX_ROWS: tl.constexpr, PDL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a row's keys per program, with the queries that share a KV head. The last program merges.
 
@@ -255,14 +259,16 @@ def _decode_attention_kernel(
     queries = q + row * q_stride + kv_head * GROUP * HEAD_DIM
     positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
     if first_decodes is None:
-        query = _rotated(queries, row, cos, sin, weight, eps, heads[:, None], dims[None, :], GROUP, HEAD_DIM)
+        query = _rotated(
+            queries, row, cos, sin, weight, eps, factor, heads[:, None], dims[None, :], GROUP, HEAD_DIM, ROTATED, ZERO_CENTRED
+        )  # fmt: skip
     else:
         if num_queries == 0:
             return
         index = tl.minimum(heads // GROUP, num_queries - 1)[:, None]  # of each row's query. Rows that pad have the last one
         query = _rotated(
-            queries + index * q_stride, row + index, cos, sin, weight, eps, heads[:, None] % GROUP, dims[None, :], GROUP,
-            HEAD_DIM,
+            queries + index * q_stride, row + index, cos, sin, weight, eps, factor, heads[:, None] % GROUP, dims[None, :],
+            GROUP, HEAD_DIM, ROTATED, ZERO_CENTRED,
         )  # fmt: skip
         positions = seq_len - num_queries + tl.minimum(heads // GROUP, num_queries - 1)
     tile = query.to(q.dtype.element_ty)
@@ -276,7 +282,7 @@ def _decode_attention_kernel(
         m, l, o = _with_new_keys(
             query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, num_queries, positions, kv_head, new_keys,
             is_seen & (new_keys >= begin), cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE,
-            NUM_KV_HEADS, HEAD_DIM, QUERIES, WINDOW,
+            NUM_KV_HEADS, HEAD_DIM, QUERIES, WINDOW, ROTATED, ZERO_CENTRED,
         )  # fmt: skip
     _merge_if_last(
         m, l, o, partial_m, partial_l, partial_o, num_arrived, out, sinks, row, num_queries, kv_head, split, NUM_HEADS, GROUP,
@@ -284,9 +290,9 @@ def _decode_attention_kernel(
     )  # fmt: skip
 
 
-def supports(x: Tensor, linear: nn.Linear, norm: tuple[Tensor, float] | None = None) -> bool:
+def supports(x: Tensor, linear: nn.Linear, norm: Norm | None = None) -> bool:
     """Whether decode_linear computes a layer for these rows: few, with contiguous weights, all of the same dtype."""
-    read = [linear.weight, *(() if linear.bias is None else (linear.bias,)), *(() if norm is None else norm[:1])]
+    read = [linear.weight, *(() if linear.bias is None else (linear.bias,)), *(() if norm is None else (norm.weight,))]
     has_rows = x.ndim == 2 and len(x) <= MAX_ROWS and x.stride(1) == 1 and x.element_size() <= 4
     return has_rows and all(tensor.dtype is x.dtype and tensor.is_contiguous() for tensor in read)
 
@@ -305,18 +311,20 @@ def decode_linear(
     weight: Float[Tensor, "rows in"],
     bias: Float[Tensor, " rows"] | None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     residual: Float[Tensor, "num_tokens out"] | None = None,
     gated: bool = False,
+    activation: str = "silu",
     in_place: bool = False,
 ) -> Float[Tensor, "num_tokens out"]:
     """Compute a linear layer for x that `supports` accepts. All tensors but x are contiguous.
 
     Args:
         weight: its rows are the outputs. If gated, those of the gate and then as many of up.
-        norm: the weight and the epsilon of an RMSNorm of x. None: no norm.
+        norm: of x, before the product. None: no norm.
         residual: added to the outputs.
-        gated: silu(gate) * up is returned.
+        gated: activation(gate) * up is returned.
+        activation: "silu" or "gelu_tanh".
         in_place: the result is written over the residual.
     """
     num_out, num_in = len(weight) // (1 + gated), weight.shape[1]
@@ -325,10 +333,11 @@ def decode_linear(
     while columns > 1 and num_out >= _MIN_PROGRAMS > triton.cdiv(num_out, columns):
         columns //= 2
     out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
-    scale, eps = norm or (None, 0.0)
+    scale, eps, zero_centred = norm or (None, 0.0, False)
     _launch(
         _decode_linear_kernel, (triton.cdiv(num_out, columns),),
-        x, scale, weight, bias, residual, out, eps, x.stride(0), len(x), num_in, num_out, gated, MAX_ROWS, columns, tile,
+        x, scale, weight, bias, residual, out, eps, x.stride(0), len(x), num_in, num_out, gated, activation,
+        zero_centred, MAX_ROWS, columns, tile,
     )  # fmt: skip
     return out
 
@@ -366,10 +375,11 @@ def decode_attention(
     _launch(
         _decode_attention_kernel, (num_rows, num_kv_heads, num_splits),
         q, k, v, out, *pages, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables,
-        metadata.first_decodes if queries > 1 else None, *rotation, None if sinks is None else sinks.float().contiguous(),
+        metadata.first_decodes if queries > 1 else None, *rotation[:-1], None if sinks is None else sinks.float().contiguous(),
         m, l, o, arrivals.counters(MAX_ROWS * num_kv_heads, q.device), q.stride(0), k.stride(0), v.stride(0),
         metadata.block_tables.stride(0), num_rows, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window or 0, queries, MAX_ROWS,
+        rotation.cos.shape[-1], rotation.zero_centred,
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ A padding token reads and writes a block of its own, which no sequence has. Chun
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -27,7 +27,7 @@ from nanoinfer.execution.executor import ExecutorInfo
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.execution.model_runner import Run
 from nanoinfer.execution.runtime import GRAPH_CHUNKS
-from nanoinfer.features.hybrid.groups import GroupedMetadata, groups_of
+from nanoinfer.features.hybrid.groups import FurtherGroups, GroupedMetadata, further_groups
 from nanoinfer.system.transfer import integers_on_device
 
 logger = logging.getLogger(__name__)
@@ -251,12 +251,11 @@ class StepGraphs:
 
         starts = [*range(shape.num_decodes + 1), *[shape.num_decodes] * num_chunks]
         max_blocks = -(-self._info.max_model_len // self._info.block_size)
-        tables = [rows(f"tables {group}", max_blocks, dtype=torch.int32) for group in range(self._num_groups)]
         slots = [rows(f"slots {group}", of_tokens=True) for group in range(self._num_groups)]
         attention = AttentionMetadata(
             query_start_loc=integers_on_device([starts], self._device)[0],
             seq_lens=rows("lengths"),
-            block_tables=tables[0],
+            block_tables=rows("tables", max_blocks, dtype=torch.int32),
             slot_mapping=slots[0],
             max_query_len=shape.num_chunk_tokens or 1,
             max_seq_len=self._info.max_model_len,
@@ -266,9 +265,11 @@ class StepGraphs:
             first_decodes=rows("first decodes")[: shape.num_decodes] if self._max_num_decodes > 1 else None,
             max_num_decodes=self._max_num_decodes,
         )
-        if further := [replace(attention, block_tables=tables[i], slot_mapping=slots[i]) for i in range(1, len(tables))]:
+        if num_further := self._num_groups - 1:
+            # Each group's tables begin at a multiple of 16 bytes, because Triton compiles a separate kernel for other pointers.
+            tables = rows("further tables", num_further, -(-max_blocks // 4) * 4, dtype=torch.int32)
             own = {one.name: getattr(attention, one.name) for one in fields(attention)}
-            attention = GroupedMetadata(**own, further=tuple(further))
+            attention = GroupedMetadata(**own, further=FurtherGroups(tables, tuple(slots[1:])))
         tokens = rows("ids", of_tokens=True), rows("positions", of_tokens=True)
         return ForwardBatch(*tokens, slice(0, num_tokens), attention, [])
 
@@ -276,7 +277,8 @@ class StepGraphs:
         """Copy a batch into the static inputs, and make padding of the other rows. None: of all rows."""
         inputs, start = self._inputs[shape], shape.num_decodes
         num_decodes = 0 if batch is None else batch.attention.num_decodes
-        padding = (0, 0), (0, 0), (1, 0), *[(self._padding_slot,) * 2, (self._padding_block,) * 2] * self._num_groups
+        num_further, of_slot, of_block = self._num_groups - 1, (self._padding_slot,) * 2, (self._padding_block,) * 2
+        padding = (0, 0), (0, 0), (1, 0), of_slot, of_block, *[of_slot] * num_further, *[of_block] * bool(num_further)
         padding += ((-1, -1),) * len(self._further)
         changing = self._changing(inputs), self._changing(batch or inputs)
         changing[0].extend(one.static[: sum(shape)] for one in self._further)
@@ -299,10 +301,9 @@ class StepGraphs:
 
     def _changing(self, batch: ForwardBatch) -> list[Tensor]:
         """Return the tensors that change from step to step, except query_start_loc."""
-        changing = [batch.input_ids, batch.positions, batch.attention.seq_lens]
-        for group in groups_of(batch, self._info.block_size):
-            changing += (group.slot_mapping, group.block_tables)
-        return changing
+        first, further = batch.attention, further_groups(batch, self._info.block_size) if self._num_groups > 1 else None
+        of_others = () if further is None else (*further.slot_mappings, further.block_tables)
+        return [batch.input_ids, batch.positions, first.seq_lens, first.slot_mapping, first.block_tables, *of_others]
 
     def _first_decodes_to_put(self, inputs: AttentionMetadata, batch: ForwardBatch | None) -> list[tuple[Tensor, Tensor]]:
         """List the copies of the batch's first decodes. Other decodes, and those that pad, are sequences of their own."""
@@ -317,7 +318,7 @@ class StepGraphs:
     def _rows_to_put(self, static: Tensor, new: Tensor, value: int) -> list[tuple[Tensor, Tensor]]:
         """List the copies that put `new` into the first rows and `value` into the others. Tables are put at once."""
         num_rows, num_others = new.shape[0], static.shape[0] - new.shape[0]
-        if static.ndim == 2:  # of a smaller dtype, and with as many columns or more
+        if static.ndim > 1:  # of a smaller dtype, and with as many columns or more
             _put(static, new, value)
             return []
         if value not in self._constants:
@@ -332,4 +333,4 @@ def _put(static: Tensor, new: Tensor, value: int) -> None:
         static[num_rows:] = value
         static = static[:num_rows]
     if num_rows:
-        (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
+        (static if new.ndim == 1 else static[..., : new.shape[-1]]).copy_(new)

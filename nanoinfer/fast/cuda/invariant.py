@@ -35,7 +35,8 @@ PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_TILE = 16, 32, 16  # without, for any number of
 @triton.jit(do_not_specialize=["num_rows"])
 def _invariant_linear_kernel(
     x, weight, bias, residual, out, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, PART: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS columns of ROWS rows. The parts of PART inputs are those of _linear_kernel, and so is their order."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -57,7 +58,7 @@ def _invariant_linear_kernel(
                 w = tl.load(starts + NUM_OUT * NUM_IN + inputs[None, :], mask=mask, other=0.0)
                 up = tl.dot(tile, tl.trans(w), up, input_precision="ieee")
         total += part
-    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED, ACTIVATION)
 
 
 def invariant_linear(
@@ -67,6 +68,7 @@ def invariant_linear(
     *,
     residual: Float[Tensor, "num_tokens out"] | None = None,
     gated: bool = False,
+    activation: str = "silu",
     in_place: bool = False,
     arrivals: Arrivals | None = None,
 ) -> Float[Tensor, "*rows out"]:
@@ -80,7 +82,9 @@ def invariant_linear(
     num_out, num_in = len(weight) // (1 + gated), weight.shape[1]
     has_tensor_cores = x.element_size() == 2 and (architecture() or 0) >= 80
     if has_tensor_cores and len(rows) <= linear_kernel.MAX_ROWS:
-        few = few_rows_linear(rows, weight, bias, residual=residual, gated=gated, in_place=in_place, arrivals=arrivals)
+        few = few_rows_linear(
+            rows, weight, bias, residual=residual, gated=gated, activation=activation, in_place=in_place, arrivals=arrivals
+        )
         return few.view(*x.shape[:-1], num_out)
     sizes, num_stages, num_splits = (PLAIN_ROWS, PLAIN_COLUMNS, PLAIN_TILE), 1, 1
     if has_tensor_cores:
@@ -89,8 +93,8 @@ def invariant_linear(
     part = triton.cdiv(triton.cdiv(num_in, num_splits), linear_kernel.TILE) * linear_kernel.TILE
     out = x.new_empty(len(rows), num_out) if residual is None or not in_place else residual
     _invariant_linear_kernel[(triton.cdiv(len(rows), sizes[0]), triton.cdiv(num_out, sizes[1]))](
-        rows, weight, bias, residual, out, rows.stride(0), len(rows), num_in, num_out, gated, *sizes, num_splits, part,
-        num_warps=NUM_WARPS, num_stages=num_stages,
+        rows, weight, bias, residual, out, rows.stride(0), len(rows), num_in, num_out, gated, activation, *sizes,
+        num_splits, part, num_warps=NUM_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return out.view(*x.shape[:-1], num_out)
 

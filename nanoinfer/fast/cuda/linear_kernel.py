@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
+from nanoinfer.fast.cuda.fused_kernels import _activated
 
 MAX_ROWS = 16  # a product of tensor cores has at least 16 rows
 # Output columns of a program, inputs at a time, warps and stages: the fastest of ten choices for Qwen3-0.6B on an H200.
@@ -36,7 +37,8 @@ class Arrivals:
 
 @triton.jit
 def _store_outputs(
-    total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT: tl.constexpr, GATED: tl.constexpr
+    total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr = "silu",
 ):  # fmt: skip
     """Add the bias to products [rows, columns], gate them by up, add the residual, and store what is inside."""
     inside = columns < NUM_OUT
@@ -45,7 +47,7 @@ def _store_outputs(
         if GATED:
             up += tl.load(bias + NUM_OUT + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        total = total * tl.sigmoid(total) * up
+        total = _activated(total, ACTIVATION) * up
     where = rows[:, None] * NUM_OUT + columns[None, :]
     mask = (rows < num_rows)[:, None] & inside[None, :]
     if residual is not None:
@@ -56,7 +58,8 @@ def _store_outputs(
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, weight, bias, residual, out, partial, num_arrived, x_stride, num_rows, NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr,
-    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Compute COLUMNS columns of all rows, from a part of the inputs. The last program of the columns adds the parts.
 
@@ -90,7 +93,7 @@ def _linear_kernel(
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for split in range(NUM_SPLITS):
             total += tl.load(partial + split * size + at)
-    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED)
+    _store_outputs(total, up, bias, residual, out, rows, columns, num_rows, NUM_OUT, GATED, ACTIVATION)
 
 
 def supports(x: Tensor, linear: nn.Linear) -> bool:
@@ -118,6 +121,7 @@ def few_rows_linear(
     *,
     residual: Float[Tensor, "num_tokens out"] | None = None,
     gated: bool = False,
+    activation: str = "silu",
     in_place: bool = False,
     arrivals: Arrivals | None = None,
 ) -> Float[Tensor, "num_tokens out"]:
@@ -126,7 +130,8 @@ def few_rows_linear(
     Args:
         weight: its rows are the outputs. If gated, those of the gate and then as many of up.
         residual: added to the outputs.
-        gated: silu(gate) * up is returned.
+        gated: activation(gate) * up is returned.
+        activation: "silu" or "gelu_tanh".
         in_place: the result is written over the residual.
         arrivals: the layer's counters. None: the inputs are not split.
     """
@@ -139,7 +144,7 @@ def few_rows_linear(
             partial = x.new_empty(num_splits, MAX_ROWS, num_programs * COLUMNS, dtype=torch.float32)
             counters = arrivals.counters(num_programs, x.device)
     _linear_kernel[(num_programs, num_splits)](
-        x, weight, bias, residual, out, partial, counters, x.stride(0), len(x), weight.shape[1], num_out, gated, MAX_ROWS,
-        COLUMNS, TILE, num_splits, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        x, weight, bias, residual, out, partial, counters, x.stride(0), len(x), weight.shape[1], num_out, gated, activation,
+        MAX_ROWS, COLUMNS, TILE, num_splits, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out

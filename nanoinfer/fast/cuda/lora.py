@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
-from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
+from nanoinfer.fast.cuda.fused_kernels import gate_and_mul
 from nanoinfer.features.adapters.layers import AdaptedLinear, check_rows, shape_of
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.system.transfer import integers_on_device
@@ -204,20 +204,20 @@ class AdaptedProduct(nn.Module):
     Args:
         product: computes the layers without their hooks.
         norm: of x. None: there is none.
-        gated: the outputs are halves, of which silu(first) * second is returned.
+        activation: of the gate, as FewRowsLinear's. None: there is no gate.
     """
 
     def __init__(
-        self, product: nn.Module, linears: Sequence[nn.Linear], norm: nn.Module | None = None, *, gated: bool = False
+        self, product: nn.Module, linears: Sequence[nn.Linear], norm: nn.Module | None = None, activation: str | None = None
     ) -> None:
         super().__init__()
-        self.product, self.norm, self.gated = product, norm, gated
+        self.product, self.norm, self.activation = product, norm, activation
         self.updates = LowRankUpdates(linears, linears[0].weight)
 
     def forward(self, x: Float[Tensor, "*rows in"], **options: Tensor) -> Float[Tensor, "*rows out"]:
         x = x if self.norm is None else self.norm(x)
         out = self.updates(x, self.product(x, **options))
-        return silu_and_mul(out) if self.gated else out
+        return out if self.activation is None else gate_and_mul(out, self.activation)
 
 
 def hook_of(linear: nn.Module) -> AdaptedLinear | None:

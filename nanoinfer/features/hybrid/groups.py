@@ -6,7 +6,9 @@ layers form a single group do not use it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from jaxtyping import Int
 from torch import Tensor
 
 from nanoinfer.attention.base import Attend, AttentionBackend, AttentionMetadata
@@ -33,29 +35,43 @@ class GroupedAttend:
         return self.steps[group](place, q, k, v, window=window, sinks=sinks)
 
 
+class FurtherGroups(NamedTuple):
+    """The block tables and the slots of the groups after the first, as in AttentionMetadata."""
+
+    block_tables: Int[Tensor, "num_seqs groups max_blocks"]
+    slot_mappings: tuple[Int[Tensor, " num_tokens"], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMetadata(AttentionMetadata):
-    """The metadata of the first group with that of the others, for the batch whose tensors a CUDA graph reads."""
+    """The metadata of the first group with what the others have, for the batch whose tensors a CUDA graph reads."""
 
-    further: tuple[AttentionMetadata, ...]
+    further: FurtherGroups
 
 
 def groups_of(batch: ForwardBatch, block_size: int) -> list[AttentionMetadata]:
     """Return the metadata of each group, of which batch.attention is the first. Freed blocks before a window may be -1."""
+    first, further = batch.attention, further_groups(batch, block_size)
+    tables = () if further is None else zip(further.block_tables.unbind(1), further.slot_mappings, strict=True)
+    return [first, *(replace(first, block_tables=table, slot_mapping=slots) for table, slots in tables)]
+
+
+def further_groups(batch: ForwardBatch, block_size: int) -> FurtherGroups | None:
+    """Return what the groups after the first have, in tensors that one transfer copies. None: there is one group."""
     first = batch.attention
     if isinstance(first, GroupedMetadata):
-        return [first, *first.further]
-    starts, positions, groups = first.query_start_loc_cpu, positions_of(first), [first]
+        return first.further
+    starts, positions = first.query_start_loc_cpu, positions_of(first)
     tables = [run.block_tables for run, start, stop in runs_of(batch.extras) for _ in range(start, stop)]  # of each token
-    for group in range(len(tables[0]) if tables else 0):
-        slots = [
-            table[group][position // block_size] * block_size + position % block_size
-            for table, position in zip(tables, positions, strict=True)
-        ]
-        lists = padded([tables[start][group] for start in starts[:-1]]), slots
-        block_tables, slot_mapping = integers_on_device([*lists], first.seq_lens.device)
-        groups.append(replace(first, block_tables=block_tables.view(len(starts) - 1, -1), slot_mapping=slot_mapping))
-    return groups
+    if not tables or not tables[0]:
+        return None
+    num_groups, slots = len(tables[0]), []
+    for group in range(num_groups):
+        blocks = [table[group][position // block_size] for table, position in zip(tables, positions, strict=True)]
+        slots.append([block * block_size + position % block_size for block, position in zip(blocks, positions, strict=True)])
+    joined = padded([tables[start][group] for group in range(num_groups) for start in starts[:-1]])
+    block_tables, *slot_mappings = integers_on_device([joined, *slots], first.seq_lens.device)
+    return FurtherGroups(block_tables.view(num_groups, len(starts) - 1, -1).transpose(0, 1), tuple(slot_mappings))
 
 
 def runs_of(extras: ExtraRuns) -> list[tuple[HybridTables, int, int]]:

@@ -61,7 +61,14 @@ def kernels_of(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(  # Triton's interpreter is slow
     ("family", "dtype"),
-    [("qwen2", HALF), ("qwen3", "float32"), ("qwen3", HALF), ("qwen2_moe", "float32"), ("gpt_oss_window", HALF)],
+    [
+        ("qwen2", HALF),
+        ("qwen3", "float32"),
+        ("qwen3", HALF),
+        ("qwen2_moe", "float32"),
+        ("gpt_oss_window", HALF),
+        ("gemma3_window", HALF),
+    ],
 )
 def test_a_family_gives_the_textbooks_logits(family, dtype, tmp_path):
     path = tiny_models.save(family, tmp_path)
@@ -85,6 +92,17 @@ def test_a_layer_has_a_kernel_for_all_between_its_products(tmp_path):
     assert num["RotatedAttention"] == 2
     modules = report.model.forward.__self__.modules()
     assert all(module.in_place for module in modules if isinstance(module, compile.AddedLinear))
+
+
+def test_a_layer_of_gemma3_has_no_operation_of_torch_but_views(tmp_path):
+    """A layer has four norms, of which two add, four products, and the attention. torch scales the embedding."""
+    model = compile_model(load(tiny_models.save("gemma3_window", tmp_path, num_hidden_layers=3))).model
+    num = Counter(kernels_of(model))
+    num_layers, _ = num.pop("RotatedAttention"), num.pop("KernelRotation")
+    assert num == {"KernelRMSNorm": 4 * num_layers + 1, "FewRowsLinear": 4 * num_layers, "KernelAngles": 2}
+    called = [node for node in model.forward.__self__.graph.nodes if node.op in ("call_function", "call_method")]
+    views = {"narrow", "unflatten", "flatten", "getattr", "getitem"}
+    assert sorted({getattr(node.target, "__name__", node.target) for node in called} - views) == ["mul", "new_full"]
 
 
 class TwiceResidual(QwenDecoderLayer):

@@ -10,12 +10,14 @@ pytest.importorskip("triton")
 from torch.utils._pytree import tree_map
 
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.attention.triton import TritonBackend, paged_attention
+from nanoinfer.attention.triton import Rotation, TritonBackend, paged_attention
 from nanoinfer.fast.cuda import decode_kernels, pdl
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, decode_attention, decode_linear
+from nanoinfer.fast.cuda.fused_kernels import Norm
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear
 from nanoinfer.fast.cuda.pdl import PDLCapture
+from nanoinfer.fast.fuse import ACTIVATIONS
 from nanoinfer.loading import loader
 from nanoinfer.loading.checkpoint import Checkpoint
 from tests.helpers import paged_cases, tiny_models
@@ -46,7 +48,8 @@ def attention_inputs(lengths, generator):
     numbers[-1, -1, 3] = float("inf")
     angles = torch.randn(2, len(lengths), 1, HEAD_DIM, generator=generator).to(DEVICE)
     norms = torch.randn(2, HEAD_DIM, generator=generator).to(DEVICE)
-    return metadata, numbers.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1), (*angles, norms[0], 1e-6, norms[1], 1e-6)
+    rotation = Rotation(*angles, norms[0], 1e-6, norms[1], 1e-6)
+    return metadata, numbers.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1), rotation
 
 
 @pytest.mark.slow
@@ -81,7 +84,7 @@ def test_one_kernel_rotates_stores_and_attends_as_four(rows, options, in_int8):
 
 
 E = 2**-24  # the unit roundoff of fp32
-OPTIONS = ["plain", "bias", "norm", "residual", "norm, bias and gate"]
+OPTIONS = ["plain", "bias", "norm", "residual", "norm, bias and gate", "zero-centred norm and gate of GELU"]
 
 
 def linear_inputs(option, num_rows, num_in, num_out):
@@ -92,16 +95,17 @@ def linear_inputs(option, num_rows, num_in, num_out):
     x, weight, bias, scale, residual = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
     return {
         "x": x[:, :num_in], "weight": weight, "bias": bias if "bias" in option else None,
-        "norm": (scale, 1e-6) if "norm" in option else None, "residual": residual if option == "residual" else None,
-        "gated": "gate" in option,
+        "norm": Norm(scale, 1e-6, "zero-centred" in option) if "norm" in option else None,
+        "residual": residual if option == "residual" else None, "gated": "gate" in option,
+        "activation": "gelu_tanh" if "GELU" in option else "silu",
     }  # fmt: skip
 
 
-def definition_and_tolerance(x, weight, bias, norm, residual, gated):
+def definition_and_tolerance(x, weight, bias, norm, residual, gated, activation):
     """In float64. A sum of n terms is off by (n + 32) e of their magnitudes: n roundings, and those of a norm."""
     x, tolerance = x.double(), 0.0
     if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + norm[1]).sqrt() * norm[0].double()
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight.double() + norm.zero_centred)
     out, terms = x @ weight.double().T, x.abs() @ weight.double().abs().T
     for added in (bias, residual):
         if added is not None:
@@ -109,9 +113,10 @@ def definition_and_tolerance(x, weight, bias, norm, residual, gated):
     tolerance = terms * (x.shape[1] + 32) * E
     if gated:
         (gate, up), (of_gate, of_up) = out.chunk(2, -1), tolerance.chunk(2, -1)
-        silu = gate * torch.sigmoid(gate)
-        out = silu * up
-        tolerance = 1.1 * up.abs() * of_gate + silu.abs() * of_up + (16 + gate.abs()) * E * out.abs()  # silu' is below 1.1
+        activated = ACTIVATIONS[activation](gate)
+        out, slope = activated * up, gate.abs() * (1.6 + 0.072 * gate.square())  # the slope is at least gelu_tanh's, and silu's
+        tolerance = 1.2 * up.abs() * of_gate + activated.abs() * of_up  # silu' and gelu' are below 1.2
+        tolerance += (16 + 6 * slope) * E * out.abs()
     return out, tolerance
 
 
@@ -150,9 +155,9 @@ def test_layers_of_other_dtypes_layouts_and_more_rows_are_not_supported():
     linear = torch.nn.Linear(4, 6).requires_grad_(False)
     x = torch.empty(MAX_ROWS, 4)
     assert decode_kernels.supports(x, linear)
-    assert decode_kernels.supports(x, linear, (torch.empty(4), 1e-6))
-    assert not decode_kernels.supports(x, linear, (torch.empty(4).half(), 1e-6))
-    assert not decode_kernels.supports(x, linear, (torch.empty(8)[::2], 1e-6))
+    assert decode_kernels.supports(x, linear, Norm(torch.empty(4), 1e-6))
+    assert not decode_kernels.supports(x, linear, Norm(torch.empty(4).half(), 1e-6))
+    assert not decode_kernels.supports(x, linear, Norm(torch.empty(8)[::2], 1e-6))
     assert not decode_kernels.supports(torch.empty(MAX_ROWS + 1, 4), linear)
     assert not decode_kernels.supports(x.half(), linear)
     assert not decode_kernels.supports(torch.empty(4, MAX_ROWS).t(), linear)
@@ -187,9 +192,10 @@ def decode_step(model, cache, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_window"])
 def test_a_layer_of_few_rows_has_five_launches(family, tmp_path, monkeypatch):
-    """And one more for each norm, rotation or merge in a larger step, whose numbers are the same."""
+    """And one more for each norm, rotation or merge in a larger step, whose numbers are the same. Gemma 3 has two more."""
+    num_angles, num_more = (2, 2) if family == "gemma3_window" else (1, 0)
     path = tiny_models.save(family, tmp_path)
     model = loader.load_model(Checkpoint.open(str(path)), "float32", DEVICE)
     compiled, config, found = compile_model(model).model, model.config, []
@@ -200,6 +206,8 @@ def test_a_layer_of_few_rows_has_five_launches(family, tmp_path, monkeypatch):
             found.append([decode_step(compiled, cache, [6, 0, 33]), *cache.pages])
         names = [name for name, _ in launches]
         product, attention = "_decode_linear_kernel", "_decode_attention_kernel"
-        layer = [product, attention, product, product, product] if max_rows else names[1:7]
-        assert names == ["_angles_kernel", *layer * config.num_hidden_layers, "_rms_norm_kernel"]
+        after = ["_rms_norm_kernel"] * (num_more // 2)
+        layer = [product, attention, product, *after, product, product, *after]
+        layer = layer if max_rows else names[num_angles : num_angles + 6 + num_more]
+        assert names == [*["_angles_kernel"] * num_angles, *layer * config.num_hidden_layers, "_rms_norm_kernel"]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 Triton interprets the kernels on a CPU, and compiles them on a GPU.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,10 +19,10 @@ from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda import draw_kernel
 from nanoinfer.fast.cuda.compile import AddedLinear, FewRowsLinear, KernelRMSNorm, KernelRotation, RotatedAttention
 from nanoinfer.fast.cuda.draw_kernel import choose
-from nanoinfer.fast.cuda.fused_kernels import silu_and_mul
+from nanoinfer.fast.cuda.fused_kernels import gate_and_mul
 from nanoinfer.fast.cuda.linear_kernel import MAX_ROWS, few_rows_linear, supports
-from nanoinfer.fast.fuse import FusedRotation
-from nanoinfer.models.layers import RMSNorm, apply_rotary
+from nanoinfer.fast.fuse import ACTIVATIONS, FusedRotation
+from nanoinfer.models.layers import RMSNorm, ZeroCentredRMSNorm, apply_rotary, partial_rotary
 from nanoinfer.sampling.batch import ParameterColumns
 from nanoinfer.sampling.draw import argmax
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -53,12 +54,12 @@ K_WEIGHT = torch.linspace(0.5, 2, 16, device=DEVICE)
 
 
 def rotated_and_kept(q, k, v):
-    return torch.cat((apply_rotary(q, *ANGLES), rotated(k, *ANGLES, K_WEIGHT), v), dim=1)
+    return torch.cat((apply_rotary(q, *ANGLES) * 0.75, rotated(k, *ANGLES, K_WEIGHT), v), dim=1)
 
 
 def rotated_and_stored(q, k, v):
     """The queries with which a prompt attends, and what it stores. Its last token is in the second block."""
-    module = RotatedAttention(KernelRotation(FusedRotation(None)), KernelRotation(FusedRotation(norm_of(K_WEIGHT))))
+    module = RotatedAttention(KernelRotation(FusedRotation(None)), KernelRotation(FusedRotation(norm_of(K_WEIGHT))), 0.75)
     cache = KVCache(num_layers=1, num_blocks=4, block_size=2, num_kv_heads=2, head_dim=16, device=DEVICE)
     metadata = metadata_for([(0, 3)], 2, 4, torch.Generator().manual_seed(0), DEVICE)
     with mock.patch.object(triton, "prefill", lambda q, pages, out, *others: out.copy_(q)):
@@ -70,8 +71,8 @@ def normed(x, weight):
     return norm_of(weight)(x)
 
 
-def norm_of(weight):
-    norm = RMSNorm(len(weight), 1e-6)
+def norm_of(weight, norm_class=RMSNorm):
+    norm = norm_class(len(weight), 1e-6)
     norm.weight = nn.Parameter(weight, requires_grad=False)
     return norm
 
@@ -83,9 +84,25 @@ def linear_of(weight, bias=None):
     return linear
 
 
-def multiplied(gate_up):
+def partly_rotated(x, cos, sin, weight):
+    return partial_rotary(norm_of(weight, ZeroCentredRMSNorm)(x), cos, sin, cos.shape[-1])
+
+
+def partly_rotated_by_kernel(x, cos, sin, weight):
+    return KernelRotation(FusedRotation(norm_of(weight, ZeroCentredRMSNorm), 8))(x, cos, sin)
+
+
+def normed_and_added(x, weight, residual):
+    return residual + norm_of(weight, ZeroCentredRMSNorm)(x)
+
+
+def normed_and_added_by_kernel(x, weight, residual):
+    return KernelRMSNorm(norm_of(weight, ZeroCentredRMSNorm))(x, residual)
+
+
+def multiplied(gate_up, activation="silu"):
     gate, up = gate_up.chunk(2, dim=-1)
-    return nn.functional.silu(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def gated(x, weight, bias):
@@ -109,7 +126,7 @@ def merged_by_kernel(x, weight, bias):
 
 
 def gated_by_kernel(x, weight, bias):
-    return FewRowsLinear(linear_of(weight, bias), gated=True)(x)
+    return FewRowsLinear(linear_of(weight, bias), "silu")(x)
 
 
 def added_by_kernel(x, weight, residual):
@@ -130,8 +147,17 @@ CASES = {
     "a rotation of 80 numbers": (rotated, rotated_by_kernel, BF16, [(2, 2, 80), (2, 1, 80), (2, 1, 80), (80,)]),
     "a rotation without a norm": (apply_rotary, rotated_by_kernel, BF16, [(2, 3, 128), (2, 1, 128), (2, 1, 128)]),
     "a rotation and a store": (rotated_and_kept, rotated_and_stored, FP32, [(3, 4, 16), (3, 2, 16), (3, 2, 16)]),
-    "a product of two halves": (multiplied, silu_and_mul, FP32, [(5, 160)]),
-    "a product of two halves of 1500": (multiplied, silu_and_mul, BF16, [(5, 3000)]),
+    "a zero-centred norm and a sum": (normed_and_added, normed_and_added_by_kernel, FP32, [(3, 5, 24), (24,), (3, 5, 24)]),
+    "a zero-centred norm and a shared sum": (normed_and_added, normed_and_added_by_kernel, BF16, [(5, 24), (24,), (1, 24)]),
+    "a rotation of 8 numbers": (partly_rotated, partly_rotated_by_kernel, FP32, [(5, 3, 16), (5, 1, 8), (5, 1, 8), (16,)]),
+    "a product of two halves": (multiplied, gate_and_mul, FP32, [(5, 160)]),
+    "a product of two halves of 1500": (multiplied, gate_and_mul, BF16, [(5, 3000)]),
+    "a gate of GELU": (
+        partial(multiplied, activation="gelu_tanh"),
+        partial(gate_and_mul, activation="gelu_tanh"),
+        FP32,
+        [(5, 160)],
+    ),
     "merged layers": (nn.functional.linear, merged_by_kernel, FP16, [(5, 48), (20, 48), (20,)]),
     "a merged layer of odd sizes": (nn.functional.linear, merged_by_kernel, BF16, [(MAX_ROWS, 520), (17, 520), (17,)]),
     "merged layers, 3 axes": (nn.functional.linear, merged_by_kernel, FP16, [(2, 3, 48), (20, 48), (20,)]),
