@@ -569,6 +569,27 @@ def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
             LLM(path, device="sim", **settings)
 
 
+def a_step_is_launched_before_the_tokens_of_the_one_before_are_read(path):
+    """With penalties, constraints, log-probabilities and masks, which read nothing of the device but what was copied."""
+    asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "logprobs": 2, "return_sampling_mask": True, "min_tokens": 2}
+    params = [replace(one, **asked) for one in PARAMS]
+    with simulated() as device:
+        llm, order = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS), []
+        executor = llm.engine.executor
+        launch, collect = executor.launch, executor.collect
+        device.reset_counts()
+        with mock.patch.multiple(
+            executor,
+            launch=lambda plan, previous: order.append(("launch", id(plan))) or launch(plan, previous),
+            collect=lambda step: order.append(("collect", id(step.plan))) or collect(step),
+        ):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected_tokens(path, params=params)
+        assert device.waits == []
+        assert [plan for kind, plan in order if kind == "collect"] == [plan for kind, plan in order if kind == "launch"]
+        assert not any(order[i][1] == order[i + 1][1] for i in range(len(order) - 2))
+
+
 def the_device_is_refused_unless_a_test_allows_it(path):
     with simulated():
         pass
@@ -580,6 +601,10 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ("run", "family"),
     [
         (adapters_give_the_tokens_of_the_cpu, "qwen3"),
+        *(
+            pytest.param(adapters_give_the_tokens_of_the_cpu, family, marks=pytest.mark.long)
+            for family in ("gpt2", "gemma3_window")
+        ),
         (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
@@ -587,6 +612,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         (the_cache_is_as_large_as_the_devices_memory_allows, "gpt2"),
         (a_step_that_goes_on_is_a_replay_and_one_copy_each_way, "gpt2"),
         (a_row_has_the_same_bits_in_any_batch_with_batch_invariant, "qwen3"),
+        (a_step_is_launched_before_the_tokens_of_the_one_before_are_read, "gpt2"),
         (the_device_is_refused_unless_a_test_allows_it, "gpt2"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

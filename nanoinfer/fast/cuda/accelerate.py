@@ -16,12 +16,14 @@ from torch import nn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.runtime import Runtime
+from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
 from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 
@@ -42,7 +44,10 @@ def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledMo
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+    if not is_invariant:
+        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+    elif any(isinstance(module, Experts) for module in report.model.modules()):
+        logger.info("batch_invariant: experts run one after the other, since their kernels add in another order for few tokens")
     compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
     if is_invariant:
         import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
@@ -58,7 +63,8 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if config.enable_lora and find_spec("triton"):
         from nanoinfer.fast.cuda.lora import use_kernels
 
-        further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
+        num_checked = is_invariant * sum(batch_independence.PROMPT_LENGTHS)
+        further = use_kernels(report.model, max(config.scheduler.max_num_batched_tokens + num_rows, num_checked))
     capture: Capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     if (shards := runtime.weights.shards) is not None:
         capture = shards.together(capture)
@@ -79,6 +85,6 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
         num_groups=len(runtime.sizes.windows), further=further,
-        max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
+        max_num_decodes=1 if config.speculative is None or is_invariant else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)
