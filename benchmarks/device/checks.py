@@ -17,6 +17,7 @@ from nanoinfer.system import environment
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/attention/test_triton.py",
+    "tests/attention/test_flash.py",
     "tests/end_to_end/test_gpu.py",
     "tests/fast/cuda/test_layouts.py",
     "tests/fast/cuda/test_cuda_compile.py",

@@ -131,6 +131,14 @@ def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path
     assert recorded == plain == greedy(path, device="cpu")[0]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_in_recorded_steps_give_the_tokens_of_one(tmp_path):
+    path = tiny_models.save("qwen3", tmp_path)
+    tokens, llm = greedy(path, dtype="float32", tensor_parallel_size=2)
+    assert llm.engine.executor.runner.graphs is not None
+    assert tokens == greedy(path, dtype="float32")[0]
+
+
 def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_path):
     """Three adapters take turns in two places."""
     path, answers = tiny_models.save("qwen3", tmp_path), []

@@ -310,11 +310,22 @@ def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_te
 def run_drafts(path, config):
     """Drafts of what the prompt or the model itself says. One answer repeats a token of the prompt."""
     params = [SamplingParams(temperature=0, max_tokens=4, logit_bias={5: 100.0}, detokenize=False), DRAWN]
-    expected = expected_tokens(path, params=params)
+    expected, num_shared = expected_tokens(path, params=params), []
     with simulated() as device:
+        from tests.helpers import simulated_device
+
+        def observed(kernel, args, kwargs):
+            firsts = dict(zip(kernel.arg_names, args, strict=False)).get("first_decodes")
+            if firsts is not None:
+                num_shared.append(len(firsts) - len(firsts.unique()))
+            interpreted(kernel, args, kwargs)
+
+        interpreted = simulated_device.run_kernel
         llm = LLM(path, device="sim", kv_cache_memory=2**20, speculative_config=config | {"adaptive": False}, **SETTINGS)
         device.reset_counts()
-        assert tokens_of(llm, params=params) == expected
+        with mock.patch.object(simulated_device, "run_kernel", observed):
+            assert tokens_of(llm, params=params) == expected
+        assert set(num_shared) >= {0, 2}, "decodes that share a program, in replays and in steps without drafts"
         assert llm.engine.planner.counts.num_accepted_tokens
         assert device.waits == []
 
