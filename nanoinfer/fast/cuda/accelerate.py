@@ -5,7 +5,7 @@ sampler runs its stages.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -15,9 +15,10 @@ from typing import cast
 from torch import nn
 
 from nanoinfer.config import EngineConfig
+from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -54,11 +55,11 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     is_invariant = config.scheduler.batch_invariant
     report = compile_model(cast(nn.Module, runtime.model), is_invariant=is_invariant)
     backend, num_rows = runtime.backend, config.max_num_rows
-    further: Sequence[RowNumbers] = ()
+    graphs_of: Callable[..., Replayer] = StepGraphs
     if config.enable_lora and find_spec("triton"):
-        from nanoinfer.fast.cuda.lora import use_kernels
-
-        further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
+        lora = import_module("nanoinfer.fast.cuda.lora")
+        rows = lora.use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
+        graphs_of = partial(lora.AdaptedGraphs, rows=rows)
     capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
@@ -68,13 +69,13 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if is_invariant and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
-    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
+    if not can_capture or (config.enable_lora and graphs_of is StepGraphs):  # without Triton, torch adds the adapters
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
-        StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=len(runtime.sizes.windows), further=further,
+        graphs_of, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
+        num_groups=len(runtime.sizes.windows),
         max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)
