@@ -17,12 +17,14 @@ from torch import nn
 from nanoinfer.config import EngineConfig
 from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime
+from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
+from nanoinfer.models.qwen_moe import Experts
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 
@@ -43,7 +45,10 @@ def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledMo
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
         return report
-    import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+    if not is_invariant:
+        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+    elif any(isinstance(module, Experts) for module in report.model.modules()):
+        logger.info("batch_invariant: experts run one after the other, since their kernels add in another order for few tokens")
     compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
     if is_invariant:
         import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
@@ -58,24 +63,30 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     graphs_of: Callable[..., Replayer] = StepGraphs
     if config.enable_lora and find_spec("triton"):
         lora = import_module("nanoinfer.fast.cuda.lora")
-        rows = lora.use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
+        num_checked = is_invariant * sum(batch_independence.PROMPT_LENGTHS)
+        most_rows = max(config.scheduler.max_num_batched_tokens + num_rows, num_checked)
+        rows = lora.use_kernels(report.model, most_rows, can_be_off=not is_invariant)
         graphs_of = partial(lora.AdaptedGraphs, rows=rows)
-    capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+    capture: Capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+    if (shards := runtime.weights.shards) is not None:
+        capture = shards.together(capture)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
-    if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
+    if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
     if is_invariant and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
-    if not can_capture or (config.enable_lora and graphs_of is StepGraphs):  # without Triton, torch adds the adapters
+    if config.enable_lora and (graphs_of is StepGraphs or shards is not None):
+        can_capture = False  # torch adds the adapters, or they are on several ranks
+    if not can_capture:
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         graphs_of, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
         num_groups=len(runtime.sizes.windows),
-        max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
+        max_num_decodes=1 if config.speculative is None or is_invariant else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

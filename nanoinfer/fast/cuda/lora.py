@@ -122,12 +122,14 @@ class RowIndices:
 
     Attributes:
         static, new: as in RowNumbers (graphs.py).
-        is_off: whether no row has an adapter.
+        can_be_off: False if all steps launch the same, so that a row has the same bits in all of them.
+        is_off: whether no row has an adapter, and nothing is launched for them.
         is_static: whether kernels read `static`, as in a graph.
         indices: int64 [num_rows of the run], which kernels read.
     """
 
-    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+    def __init__(self, max_num_rows: int, device: torch.device, *, can_be_off: bool = True) -> None:
+        self.can_be_off = can_be_off
         self.static = torch.full((max_num_rows,), -1, dtype=torch.int64, device=device)
         self.new = self.indices = self.static
         self.is_off = self.is_static = False
@@ -135,7 +137,7 @@ class RowIndices:
     def set(self, indices: list[int]) -> None:
         """Note the indices of a step's rows."""
         [self.new] = integers_on_device([indices], self.static.device)
-        self.is_off = max(indices) < 0
+        self.is_off = self.can_be_off and max(indices) < 0
 
     def begin(self, model: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """Choose what a run reads. It is a hook before the model's forward pass, whose first argument are the token ids."""
@@ -155,7 +157,8 @@ class AdaptedGraphs:
         return graphs.try_replay(batch, partial(self._run, run, is_off=self.rows.is_off))
 
     def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
-        self.plain.prepare(partial(self._run, run, is_off=True))
+        if self.rows.can_be_off:
+            self.plain.prepare(partial(self._run, run, is_off=True))
         return self.adapted.prepare(partial(self._run, run, is_off=False))
 
     def capture_next(self) -> bool:
@@ -290,13 +293,15 @@ def copy_without_hooks(module: M) -> M:
     return other
 
 
-def use_kernels(model: nn.Module, max_num_rows: int) -> RowIndices:
+def use_kernels(model: nn.Module, max_num_rows: int, *, can_be_off: bool = True) -> RowIndices:
     """Let kernels add all adapters of a compiled model. Returns the indices that they read.
 
-    max_num_rows: the most rows of a step.
+    Args:
+        max_num_rows: the most rows of a step.
+        can_be_off: as in RowIndices.
     """
     weight = next(model.parameters())
-    rows = RowIndices(max_num_rows, weight.device)
+    rows = RowIndices(max_num_rows, weight.device, can_be_off=can_be_off)
     for module in model.modules():
         if (layer := hook_of(module)) is not None:
             layer.mapping.kernels = rows
