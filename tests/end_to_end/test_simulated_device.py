@@ -406,16 +406,24 @@ def adapters_give_the_tokens_of_the_cpu(path):
             device.reset_counts()
             assert tokens_of(llm, prompts, params, lora_request=order) == answers
             assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}
-        graphs = llm.engine.executor.runner.graphs.table.graphs
-        assert None not in graphs.values()
-        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
-        assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
-        device.reset_counts()
-        assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
-        device.reset_counts()
-        tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5)
-        assert device.waits == []
-        assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+        graphs = llm.engine.executor.runner.graphs
+        for request, own in ((requests[1], graphs.adapted.table.graphs), (None, graphs.plain.table.graphs)):
+            for _ in range(2):
+                device.reset_counts()
+                tokens_of(llm, prompts, params, lora_request=[request] * 5)
+            assert device.waits == []
+            assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+            assert None not in own.values()
+            replayed = [shape for shape, graph in own.items() if graph.replay.__self__.num_replays]
+            assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
+        tables, num_launched = (graphs.adapted.table.graphs, graphs.plain.table.graphs), []
+        shape = next(shape for shape in tables[0] if shape in tables[1])
+        for table in tables:
+            device.reset_counts()
+            table[shape].replay.__self__.run()
+            num_launched.append(sum(device.launched[name] for name in device.launched if name.startswith("_")))
+        num_layers = llm.engine.executor.runner.cache.num_layers
+        assert num_launched[0] - num_launched[1] >= 8 * num_layers  # two kernels for each product
 
 
 def weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back(path):
