@@ -79,7 +79,9 @@ LINEAR = ("plain", "bias", "residual", "split residual", "gated", "gated with bi
 DECODE_LINEAR = ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
 LONG = {  # what -> cases
     "small kernels": [
-        f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "gate", "rotate", "copy", "angles", "route")
+        f"{name} {dtype}"
+        for dtype in DTYPES
+        for name in ("store", "rms_norm", "gate", "rotate", "copy", "angles", "lora", "route")
     ],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "linear layers of the fewest rows": [f"decode_linear {dtype} {option}" for dtype in DTYPES for option in DECODE_LINEAR],
