@@ -290,12 +290,18 @@ class Machine:
 
             return self._copy(self._register(target), on_pairs)
         dtype, function = _TYPES[types[-1]], _ARITHMETIC[family]
-        if dtype is np.float32:  # a number wins over NaN
+        if dtype is np.float32 or types[-1] == "bf16":  # a number wins over NaN
             function = {"min": np.fmin, "max": _larger}.get(family, function)
+        if types[-1] == "bf16":  # in fp32, and rounded
+            values = [self._value(source, np.uint16) for source in instruction.operands[1:]]
+            result = self._register(instruction.operands[0])
+            return self._copy(result, lambda: _to_bf16(function(*map(_from_bf16, values))))
         return self._ufunc(function, instruction.operands[0], instruction.operands[1:], dtype)
 
-    def _decode_mul(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_mul(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, a, b = instruction.operands
+        if "bf16" in types:
+            return None
         dtype = _TYPES[types[1]]
         if types[0] == "lo":
             return self._ufunc(np.multiply, target, (a, b), dtype)
@@ -343,6 +349,9 @@ class Machine:
 
     def _decode_setp(self, instruction: Instruction, types: list[str]) -> Step:
         target, a, b = instruction.operands
+        if types[1] == "bf16":
+            result, values = self._register(target, np.bool_), [self._value(source, np.uint16) for source in (a, b)]
+            return lambda: _COMPARE[types[0]](*map(_from_bf16, values), out=result, where=self.mask)
         return self._ufunc(_COMPARE[types[0]], target, (a, b), _TYPES[types[1]], np.bool_)
 
     def _decode_selp(self, instruction: Instruction, types: list[str]) -> Step:
