@@ -136,8 +136,9 @@ class RowIndices:
 
     def set(self, indices: list[int]) -> None:
         """Note the indices of a step's rows."""
-        [self.new] = integers_on_device([indices], self.static.device)
-        self.is_off = self.can_be_off and max(indices) < 0
+        self.is_off = self.can_be_off and max(indices, default=-1) < 0
+        if not self.is_off:
+            [self.new] = integers_on_device([indices], self.static.device)
 
     def begin(self, model: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """Choose what a run reads. It is a hook before the model's forward pass, whose first argument are the token ids."""
