@@ -300,7 +300,8 @@ class EngineArgs:
     batch_invariant: Annotated[bool, Doc(
         "Require that a token's logits have the same bits wherever its sequence's tokens are computed: in any batch, as prompt "
         "or as answer, after a prefix hit and after a preemption. So `logprobs` of an answer equal `prompt_logprobs` of the "
-        "same text. The attention then computes one query at a time. A prompt of 1,024 tokens takes 1.1 to 1.3 times as long. "
+        "same text. The attention then computes one query at a time. On a CPU a prompt of 1,024 tokens takes 1.1 to 1.3 times "
+        "as long. On a GPU the products are Triton's, with a fixed order of additions, and prompts take longest. "
         "Checked when the model is loaded, and refused where it cannot be kept. Without batch_invariant, "
         "`LLM.batch_independent` says whether the bits are the same in any batch, prefix hits and preemptions aside."
     )] = SchedulerConfig.batch_invariant

@@ -185,8 +185,8 @@ class LLM(ChatMethods, EmbeddingMethods, WeightMethods):
         """Whether a prompt's logits have the same bits in any batch on this machine.
 
         It is tested when the model is loaded, with every number of threads up to torch's. If True, a seed gives the same tokens
-        in any batch. Prefix hits and preemptions may still change the last bits, unless batch_invariant=True. It is False on a
-        GPU.
+        in any batch. Prefix hits and preemptions may still change the last bits, unless batch_invariant=True. On a GPU it is
+        False without batch_invariant=True.
         """
         return self.engine.executor.batch_independent
 

@@ -340,12 +340,37 @@ def check_widen(dtype: torch.dtype, bits: int) -> float:
     return 0.0
 
 
+def check_route(dtype: torch.dtype) -> float:
+    """w * (2 R e + 8 e + g(n + 4)): exp as in `_tolerance`, a sum and a division. Experts are exact, the first of equal ones.
+
+    A row has equal scores, another an infinite one, and the last NaN: its weights are NaN, its experts are different.
+    """
+    scores, largest = torch.randn(6, 90, generator=_generator()).to(dtype)[:, 5:77], 0.0
+    scores[1], scores[2, ::2], scores[4, 3], scores[5, 9] = 0.5, float("-inf"), float("inf"), float("nan")
+    for is_normed in (False, True):
+        weights, chosen = experts.route_by_kernel(scores, 5, is_normed)
+        falling, ids = scores.double().sort(dim=-1, descending=True, stable=True)
+        expected = falling.softmax(-1)[:, :5]
+        expected = expected / expected.sum(-1, keepdim=True) if is_normed else expected
+        is_finite = scores.isfinite() | scores.isneginf()
+        spread = torch.where(scores.isfinite(), scores.double(), 0).abs().amax(-1, keepdim=True) * 2
+        tolerance = expected * ((2 * spread + 8) * _E + _sum_error(scores.shape[1] + 4))
+        good = is_finite.all(-1)
+        if not torch.equal(chosen[good], ids[good, :5]) or not weights[~good].isnan().all():
+            return float("inf")
+        if any(len(set(row)) < 5 or not 0 <= min(row) <= max(row) < 72 for row in chosen.tolist()):
+            return float("inf")
+        largest = max(largest, share(weights[good], expected[good], tolerance[good]))
+    return largest
+
+
 EXPERTS = {"silu": None, "clamped with bias": 1.0}  # the limit
 
 
 def check_experts(dtype: torch.dtype, option: str, device: str = "cpu") -> float:
     """As linear's, twice: of down's inputs, and of down with their rounding, 4 * u * sqrt(sum of squares). Then k products.
 
+    With biases a residual is added: a rounding more.
     1 and 3 rows, of which each has the bits that it has alone. 19 rows choose expert 0, which has two tiles of pairs, and none
     chooses the last. Sizes are no multiples of the kernels' tiles.
     """
@@ -378,10 +403,12 @@ class _Mixture:
         others = torch.stack([1 + torch.randperm(max(num_experts - 2, 1), generator=generator)[:2] for _ in range(num_rows)])
         self.chosen = torch.cat((others, torch.zeros(num_rows, 1, dtype=torch.int64)), 1)
         self.routing = torch.rand(self.chosen.shape, generator=generator)
+        self.residual = None if self.limit is None else torch.randn(num_rows, size, generator=generator).to(dtype)
         module, self.outs = experts.KernelExperts(Experts(deepcopy(self.mlps)).to(device)), {}
         for num in all_rows:
             with writes.step():
-                given = (tensor[:num].to(device, copy=True) for tensor in (self.x, self.routing, self.chosen))
+                all_given = (self.x, self.routing, self.chosen, self.residual)
+                given = (tensor[:num].to(device, copy=True) for tensor in all_given if tensor is not None)
                 self.outs[num] = module(*given).cpu()
 
     def expected(self, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -393,7 +420,11 @@ class _Mixture:
             out[row] += weight * found
             tolerance[row] += weight * error
             magnitude[row] += weight * found.abs()
-        return out, tolerance + _sum_error(self.chosen.shape[1] + 1) * magnitude
+        tolerance += _sum_error(self.chosen.shape[1] + 1) * magnitude
+        if self.residual is None:
+            return out, tolerance
+        added = out + self.residual[:num_rows].double()
+        return added, tolerance + _E * out.abs() + _rounded(self.dtype, added)
 
     def _of_pair(self, x: Tensor, mlp: SwiGLU) -> tuple[Tensor, Tensor]:
         """One expert's output, and its tolerance. The gate's function rises by at most 1.1 times its argument's change."""
@@ -677,7 +708,7 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("gate", check_gate), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora),
+        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora), ("route", check_route),
     )
     for name, dtype in DTYPES.items()
 } | {

@@ -142,6 +142,10 @@ def mixture() -> float:
     return cases.check_experts(torch.bfloat16, "silu")
 
 
+def route() -> float:
+    return cases.check_route(torch.bfloat16)
+
+
 def clamped() -> float:
     return cases.check_experts(torch.bfloat16, "clamped with bias")
 
@@ -226,8 +230,8 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "prefill: the wrong KV head": InSource(triton, "head // (NUM_HEADS // NUM_KV_HEADS)", "head % NUM_KV_HEADS", "values"),
     "decode: a split without keys that writes nothing": InSource(
-        triton, "tl.store(partial_m + where, m, mask=rows < GROUP)",
-        "tl.store(partial_m + where, m, mask=(rows < GROUP) & (first_key < last_key))", "UnwrittenFault",
+        triton, "tl.store(partial_m + where, m, mask=rows < GROUP * num_queries)",
+        "tl.store(partial_m + where, m, mask=(rows < GROUP * num_queries) & (first_key < last_key))", "UnwrittenFault",
         lambda: attention("plain"),
     ),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
@@ -435,6 +439,24 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "experts: columns of down beyond the last": InSource(
         experts, "mask=there[:, None] & inside[None, :])", "mask=there[:, None])", "OutsideFault", mixture
+    ),
+    "experts: a residual that is added twice": InSource(
+        experts, "total += tl.load(residual", "total += 2 * tl.load(residual", "values", clamped
+    ),
+    "route: an expert that is chosen again": InSource(
+        experts, "is_left = is_left & (experts != expert)", "is_left = is_left", "values", route
+    ),
+    "route: NaN that is hidden": InSource(
+        experts, 'tl.where(is_bad, float("nan"), exponential / total)', "exponential / total", "values", route
+    ),
+    "route: a softmax over the experts that are left": InSource(
+        experts, "if NORMED else exponential, 0)", "if NORMED else tl.where(is_left, exponential, 0.0), 0)", "values", route
+    ),
+    "route: the second of equal scores": InSource(
+        experts, "experts, EXPERTS), 0)", "EXPERTS - 1 - experts, EXPERTS), 0)", "values", route
+    ),
+    "route: rows that are packed": InSource(
+        experts, "row * stride + experts", "row * NUM_EXPERTS + experts", "OutsideFault", route
     ),
     "experts: a sum over the wrong pairs": InSource(
         experts, "row * TOP_K + TOP_K)", "row * TOP_K + TOP_K - 1)", "values", mixture

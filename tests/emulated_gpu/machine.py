@@ -37,6 +37,7 @@ _ARITHMETIC = {
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
+    "nan": lambda a, b, out, where: np.copyto(out, (a != a) | (b != b), where=where),
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
     "ltu": lambda a, b, out, where: np.copyto(out, ~(a >= b), where=where), "neu": np.not_equal,
     "geu": lambda a, b, out, where: np.copyto(out, ~(a < b), where=where),

@@ -23,6 +23,7 @@ from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError
 from nanoinfer.fast import batch_independence
 from nanoinfer.fast.cuda import accelerate
 from nanoinfer.fast.cuda.accelerate import compile_model
+from nanoinfer.features.distributed.runner import CALL
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
 from nanoinfer.features.quantization.rounding import num_linear_bytes
@@ -279,7 +280,7 @@ def test_tokens_and_caches_of_replayed_steps_are_those_of_eager_steps(family, nu
     in_own_process(run_loads, save(family, tmp_path), num_loads)
 
 
-def run_counted(path, num_layers):
+def run_counted(path, num_layers, expected, per_layer):
     """What the graph of a steady step of one row launches. Its function is run once more, and counted."""
     params = SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=3, ignore_eos=True, detokenize=False)
     with simulated() as device:
@@ -288,15 +289,22 @@ def run_counted(path, num_layers):
         [step] = [graph for key, graph in llm.engine.executor.batch.table.graphs.items() if key[0] == 1]
         device.reset_counts()
         step.replay.__self__.run()
-        launched = {name: num for name, num in device.launched.items() if name.startswith("_decode")}
-        assert launched == {"_decode_linear_kernel": 4 * num_layers, "_decode_attention_kernel": num_layers}
+        assert {name: device.launched[name] for name in expected} == {name: n * num_layers for name, n in expected.items()}
         # the embedding, the angles, the last norm, the head, four kernels of the draw, two of the advance
-        assert sum(device.launched.values()) == 5 * num_layers + 10, device.launched
+        assert sum(device.launched.values()) == per_layer * num_layers + 10, device.launched
 
 
-def test_a_step_of_one_row_has_five_kernels_a_layer_and_ten_more(tmp_path):
+# A norm that two products read, and the product of the router are kernels of their own.
+WITH_EXPERTS = dict.fromkeys(("_route_kernel", "_few_gated_kernel", "_few_down_kernel"), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "per_layer"),
+    [("qwen3", {"_decode_linear_kernel": 4, "_decode_attention_kernel": 1}, 5), ("qwen3_moe", WITH_EXPERTS, 8)],
+)
+def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_ten_more(family, expected, per_layer, tmp_path):
     """Qwen3-0.6B has 28 layers, so its step has 150 kernels."""
-    in_own_process(run_counted, save("qwen3", tmp_path, num_hidden_layers=3), 3)
+    in_own_process(run_counted, save(family, tmp_path, num_hidden_layers=3), 3, expected, per_layer)
 
 
 def run_drafts(path, config):
@@ -318,6 +326,60 @@ def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
     path = save("qwen2", tmp_path, **({"hidden_size": 64, "intermediate_size": 64} if method == "quantized" else {}))
     own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}.get(method, {})
     in_own_process(run_drafts, path, {"method": method, "num_speculative_tokens": 2, **own})
+
+
+def use_the_device():
+    """Let this rank use the device, whose collectives are an operation: gloo's, on the numbers in the host's memory."""
+    from nanoinfer.features.distributed import launch
+    from nanoinfer.features.distributed.communicator import Communicator
+    from tests.helpers import simulated_device
+
+    def all_gather(x: torch.Tensor, size: int) -> torch.Tensor:
+        out = x.new_empty(size * x.numel())
+        groups[0]._allgather_base(out, x.flatten()).wait()
+        return out.view(size, *x.shape)
+
+    def gather(communicator, x):
+        groups[:] = [communicator._group]
+        return torch.ops.nanoinfer_tests.all_gather(x, communicator.size)
+
+    groups, library = [], torch.library.Library("nanoinfer_tests", "DEF")
+    library.define("all_gather(Tensor x, int size) -> Tensor")
+    library.impl("all_gather", all_gather, "CPU")
+    simulated_device.install()
+    kept = ExitStack()
+    kept.enter_context(simulated_device.engine_may_use_it())
+    kept.enter_context(mock.patch.object(Communicator, "_gather_briefly", gather))
+    kept.enter_context(mock.patch.object(launch, "_devices", lambda config, first, num: ["sim"] * num))
+    use_the_device.kept = library, kept
+    return simulated_device.device
+
+
+def assert_graphs_were_replayed(runner):
+    graphs = [graph.replay.__self__ for graph in runner.graphs.table.graphs.values()]
+    assert any(graph.num_replays for graph in graphs), "this rank has replayed no step"
+
+
+def run_ranks(path):
+    """All ranks capture what the first requests lacked when these have ended, and replay it for the next."""
+    expected = expected_tokens(path)
+    settings = SETTINGS | {"cudagraph_capture": "idle", "enable_prefix_caching": False, "tensor_parallel_size": 2}
+    with forked.ranks(use_the_device):
+        device = use_the_device()
+        with LLM(path, device="sim", kv_cache_memory=2**19, **settings) as llm:
+            leading = llm.engine.executor.runner
+            assert tokens_of(llm) == expected
+            device.reset_counts()
+            assert tokens_of(llm) == expected
+            assert device.waits == []
+            assert_graphs_were_replayed(leading.inner)
+            with leading.workers.together(CALL, (assert_graphs_were_replayed, ())):
+                pass
+            assert tokens_of(llm) == expected  # raises if the other rank has failed
+
+
+def test_two_ranks_replay_the_same_steps_and_read_their_tokens_alone(tmp_path):
+    in_own_process(run_ranks, save("qwen3", tmp_path, num_key_value_heads=2, num_attention_heads=4))
 
 
 def adapters_give_the_tokens_of_the_cpu(path):
@@ -548,6 +610,27 @@ def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
             LLM(path, device="sim", **settings)
 
 
+def a_step_is_launched_before_the_tokens_of_the_one_before_are_read(path):
+    """With penalties, constraints, log-probabilities and masks, which read nothing of the device but what was copied."""
+    asked = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "logprobs": 2, "return_sampling_mask": True, "min_tokens": 2}
+    params = [replace(one, **asked) for one in PARAMS]
+    with simulated() as device:
+        llm, order = LLM(path, device="sim", kv_cache_memory=2**20, **SETTINGS), []
+        executor = llm.engine.executor
+        launch, collect = executor.launch, executor.collect
+        device.reset_counts()
+        with mock.patch.multiple(
+            executor,
+            launch=lambda plan, previous: order.append(("launch", id(plan))) or launch(plan, previous),
+            collect=lambda step: order.append(("collect", id(step.plan))) or collect(step),
+        ):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected_tokens(path, params=params)
+        assert device.waits == []
+        assert [plan for kind, plan in order if kind == "collect"] == [plan for kind, plan in order if kind == "launch"]
+        assert not any(order[i][1] == order[i + 1][1] for i in range(len(order) - 2))
+
+
 def the_device_is_refused_unless_a_test_allows_it(path):
     with simulated():
         pass
@@ -559,6 +642,10 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ("run", "family"),
     [
         (adapters_give_the_tokens_of_the_cpu, "qwen3"),
+        *(
+            pytest.param(adapters_give_the_tokens_of_the_cpu, family, marks=pytest.mark.long)
+            for family in ("gpt2", "gemma3_window")
+        ),
         (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (rounded_weights_give_the_tokens_of_the_cpu, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
@@ -567,6 +654,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         (the_cache_is_as_large_as_the_devices_memory_allows, "gpt2"),
         (a_step_that_goes_on_is_a_replay_and_one_copy_each_way, "gpt2"),
         (a_row_has_the_same_bits_in_any_batch_with_batch_invariant, "qwen3"),
+        (a_step_is_launched_before_the_tokens_of_the_one_before_are_read, "gpt2"),
         (the_device_is_refused_unless_a_test_allows_it, "gpt2"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

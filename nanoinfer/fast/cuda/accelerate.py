@@ -17,8 +17,9 @@ from torch import nn
 
 from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.execution.runtime import Runtime
+from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import CUDACapture, RowNumbers, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, RowNumbers, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -65,7 +66,7 @@ def compile_model(
             quantize_model(report.model, quantization, device_of(model))
         return report
     if not quantization:
-        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
+        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model, is_invariant=is_invariant)
         lower = partial(compiling.compile_for_cuda, layers=compiling.Merges(), is_invariant=is_invariant)
         compile_modules(report.model, lower, report)
         if is_invariant:
@@ -97,11 +98,14 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if config.enable_lora and find_spec("triton"):
         from nanoinfer.fast.cuda.lora import use_kernels
 
-        further = use_kernels(report.model, config.scheduler.max_num_batched_tokens + num_rows)
-    capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+        num_checked = is_invariant * sum(batch_independence.PROMPT_LENGTHS)
+        further = use_kernels(report.model, max(config.scheduler.max_num_batched_tokens + num_rows, num_checked))
+    capture: Capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
+    if (shards := runtime.weights.shards) is not None:
+        capture = shards.together(capture)
     on_first_use = config.cudagraph_capture != "idle"
     routes: tuple[Route, ...] = (FewLogits(),) if find_spec("triton") else ()
-    if routes and backend.supports_cuda_graph and runtime.weights.shards is None:  # the graphs of ranks would wait for others
+    if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
     if config.bits_of_copy is not None and runtime.weights.shards is None:  # else build.py refuses such drafts, on rank 0 alone
@@ -110,13 +114,15 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if is_invariant and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
-    if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
+    if config.enable_lora and (not further or shards is not None):  # torch adds the adapters, or they are on several ranks
+        can_capture = False
+    if not can_capture:
         return runtime
     has_prompts = getattr(backend, "supports_prompt_graph", False)
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
         num_groups=len(runtime.sizes.windows), further=further,
-        max_num_decodes=1 if config.speculative is None else 1 + config.speculative.num_speculative_tokens,
+        max_num_decodes=1 if config.speculative is None or is_invariant else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -17,7 +17,7 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import Rotation, paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
-from nanoinfer.fast.cuda.experts import KernelExperts
+from nanoinfer.fast.cuda.experts import fuse_experts
 from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
 from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
@@ -227,8 +227,6 @@ def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers, *, is_invaria
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
             faster = _faster_linear(trace, node, module, layers)
-        elif isinstance(module, KernelExperts):
-            num_faster += 1
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
@@ -240,7 +238,7 @@ def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers, *, is_invaria
     _move_norms_into_products(trace)
     if isinstance(layers, Merges):  # integers have no adapters
         _add_adapters(trace, layers)
-    return num_faster
+    return num_faster + fuse_experts(trace)
 
 
 def _move_residuals_into_norms(trace: Trace, layers: Merges | IntegerLayers, *, is_invariant: bool) -> int:

@@ -24,6 +24,7 @@ def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
     Rows of the same sequence have the same blocks, and are in order.
     """
     starts, seq_lens, device = metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.seq_lens.device
+    metadata = replace(metadata, first_decodes=None, max_num_decodes=1)  # no program computes several
     if metadata.num_decodes == len(seq_lens):
         return metadata
     rows = [(i, seq_len - left) for i, seq_len in enumerate(seq_lens) for left in reversed(range(starts[i + 1] - starts[i]))]
@@ -39,6 +40,4 @@ def single_queries(metadata: AttentionMetadata) -> AttentionMetadata:
         num_decodes=len(rows),
         query_start_loc_cpu=new_starts,
         seq_lens_cpu=lens_cpu,
-        first_decodes=None,
-        max_num_decodes=1,
     )
