@@ -139,6 +139,20 @@ def test_two_ranks_in_recorded_steps_give_the_tokens_of_one(tmp_path):
     assert tokens == greedy(path, dtype="float32")[0]
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_in_recorded_steps_give_the_tokens_of_the_cpu(quantization, tmp_path, monkeypatch):
+    """Where the largest logits are clear. Without moments, which the CPU's eager model does not have."""
+    monkeypatch.setattr("nanoinfer.fast.cpu.calibration.find_moments", lambda *given: {})
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=256, intermediate_size=512)
+    cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**26, "logprobs_mode": "raw_logits"}
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    clear = tiny_models.clear_tokens(LLM(str(path), quantization=quantization, **cpu), PROMPTS, params)
+    tokens, llm = greedy(path, 16, device="cuda", quantization=quantization)
+    assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+    assert sum(map(len, clear)) > 16
+    assert [own[: len(some)] for own, some in zip(tokens, clear, strict=True)] == clear
+
+
 def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_path):
     """Three adapters take turns in two places."""
     path, answers = tiny_models.save("qwen3", tmp_path), []

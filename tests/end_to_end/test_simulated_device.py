@@ -330,10 +330,12 @@ def run_drafts(path, config):
         assert device.waits == []
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(method, marks=pytest.mark.long) for method in ("draft_model", "quantized"))]
+)
 def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
-    path = save("qwen2", tmp_path)
-    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}[method]
+    path = save("qwen2", tmp_path, **({"hidden_size": 64, "intermediate_size": 64} if method == "quantized" else {}))
+    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}.get(method, {})
     in_own_process(run_drafts, path, {"method": method, "num_speculative_tokens": 2, **own})
 
 
@@ -484,22 +486,11 @@ def test_a_compiled_model_takes_the_bytes_of_the_plain_one_whatever_its_family(t
     in_own_process(run_weights, [save(family, tmp_path / family) for family in FAMILIES])
 
 
-def clear_tokens(llm, prompts):
-    """Greedy tokens as long as the two largest logits differ by 8 roundings of bfloat16, which change no token then."""
-    params = replace(GREEDY, logprobs=2)
-    tokens = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        pairs = [sorted((one.logprob for one in ranks.values()), reverse=True) for ranks in output.outputs[0].logprobs]
-        is_clear = [first - second > 8 * 2**-8 * abs(first) for first, second, *_ in pairs]
-        tokens.append(output.outputs[0].token_ids[: [*is_clear, False].index(False)])
-    return tokens
-
-
 def rounded_weights_give_the_tokens_of_the_cpu(path):
     """Of a model without moments, as an eager one. The device never has the matrices of linear layers in 16 bits."""
     prompts, params = [[5, 6, 7] * 4, [3, 4, 1, 2, 8], [1, 2, 3] * 7, [11]], [GREEDY] * 4
     cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**22, "logprobs_mode": "raw_logits"}
-    expected = {name: clear_tokens(LLM(path, quantization=name, **cpu), prompts) for name in BITS}
+    expected = {name: tiny_models.clear_tokens(LLM(path, quantization=name, **cpu), prompts, GREEDY) for name in BITS}
     with simulated(mock.patch("nanoinfer.fast.cpu.calibration.find_moments", return_value={})) as device:
         for name, clear in expected.items():
             options = {"device": "sim", "quantization": name, "dtype": "float16"}
