@@ -16,7 +16,7 @@ ASKED = {
     "given ids": {"logprobs": 0, "logprob_token_ids": [5, 9]},
     "masks": {"top_k": 7, "return_sampling_mask": True, "logprobs": 1},
     "penalties": COUNTED,
-    "lists": {"min_tokens": 5, "stop_token_ids": [3, 7], "logit_bias": {5: 1.0, 11: 3.0}},
+    "lists": {"min_tokens": 5, "stop_token_ids": [3, 7], "logit_bias": {5: 1.0, 11: 3.0}, "allowed_token_ids": [*range(90)]},
     "bad words": {"bad_words": ["a", " the"], "no_repeat_ngram_size": 2},
     "a grammar": {"structured_outputs": WORDS},
     "all": COUNTED | {"structured_outputs": WORDS, "no_repeat_ngram_size": 3, "logprobs": 2, "min_tokens": 4},

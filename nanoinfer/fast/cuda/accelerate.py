@@ -76,7 +76,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
     if not can_capture or (config.enable_lora and not further):  # without Triton, torch adds the adapters
         return runtime
-    has_prompts = getattr(backend, "supports_prompt_graph", False)
+    has_prompts = getattr(backend, "supports_prompt_graph", False) and not is_invariant  # all queries are decodes then
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
