@@ -8,7 +8,7 @@ import pytest
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPTS = ["The cat sat", "A", "Once upon a time there was"]
-COUNTED = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": -0.7}
+COUNTED = {"repetition_penalty": 1.4, "frequency_penalty": -1.5, "presence_penalty": -0.7, "logprobs": 2}
 WORDS = StructuredOutputsParams(regex="([a-z]{1,3} ){2,6}")
 ASKED = {
     "nothing": {},
