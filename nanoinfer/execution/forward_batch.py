@@ -3,6 +3,7 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,7 +33,7 @@ class BatchLists(NamedTuple):
     block_tables: list[int]  # of all queries, each padded to the length of the longest
     slots: list[int]
     logits_indices: list[int]
-    first_decodes: list[int]  # empty without drafts
+    first_decodes: list[int]  # empty if each decode has a sequence of its own
     num_decodes: int
     max_num_decodes: int  # of a sequence
     block_copies: list[tuple[int, int]]
@@ -44,7 +45,7 @@ class BatchLists(NamedTuple):
         packed = pack(plan, block_size)
         query_start_loc = [0, *accumulate(packed.query_lens)]
         runs = zip(packed.sequences, query_start_loc, query_start_loc[1:], strict=False)
-        has_drafts = plan.has_further_rows
+        firsts = first_decodes(plan) if plan.has_further_rows else []
         return cls(
             input_ids=packed.input_ids,
             positions=packed.positions,
@@ -54,9 +55,9 @@ class BatchLists(NamedTuple):
             block_tables=padded([seq.block_table for seq in packed.sequences]),
             slots=packed.slots,
             logits_indices=[index for _, index in plan.rows],
-            first_decodes=first_decodes(plan) if has_drafts else [],
+            first_decodes=firsts,
             num_decodes=plan.num_decode_tokens,
-            max_num_decodes=max(1 + len(item.draft_token_ids) for item in plan.scheduled) if has_drafts else 1,
+            max_num_decodes=max(Counter(firsts).values(), default=1),
             block_copies=list(plan.block_copies),
             extras=tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras),
         )

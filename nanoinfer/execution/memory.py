@@ -75,9 +75,12 @@ def size_cache(runtime: Runtime, config: EngineConfig, *, num_blocks: int | None
 
 def _graphs_that_fit(runtime: Runtime, config: EngineConfig, step_bytes: int) -> tuple[int, int]:
     """Return num_graph_tokens and num_graph_bytes of ExecutorInfo: an estimate, which LocalExecutor checks when it captures."""
+    shards = runtime.weights.shards
     for num_tokens in reversed(runtime.prompt_graph_sizes):
         taken = peak_graph_bytes(runtime, config, num_tokens)
-        if _memory_for(None, runtime, config, step_bytes + taken) >= (config.cache.kv_cache_memory or GRAPHS_SHARE * taken):
+        memory = _memory_for(None, runtime, config, step_bytes + taken)
+        fits = memory >= (config.cache.kv_cache_memory or GRAPHS_SHARE * taken)
+        if fits if shards is None else shards.minimum(fits):  # all ranks pad a step alike
             return num_tokens, taken
     return 0, peak_graph_bytes(runtime, config, 0)
 

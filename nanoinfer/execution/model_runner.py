@@ -6,7 +6,7 @@ requests or how tokens are sampled.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -47,6 +47,7 @@ class Ranks(Protocol):
     size: int
 
     def gather(self, x: Tensor) -> Tensor: ...  # returns the tensors of all ranks
+    def together(self, capture: Any) -> Any: ...  # returns a capture of CUDA graphs that succeeds on all ranks or on none
     def minimum(self, number: int) -> int: ...  # returns the minimum of the ranks' numbers
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nanoinfer.errors import EngineDeadError, first_line
 from nanoinfer.execution.forward_batch import BatchLists, ForwardBatch
-from nanoinfer.execution.model_runner import ModelRunner, RunnerWrapper, T
+from nanoinfer.execution.model_runner import ModelRunner, Replayer, RunnerWrapper, T
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.features.distributed import split_sampling
 from nanoinfer.features.distributed.communicator import Communicator, RankLostError
@@ -186,6 +186,7 @@ class LeadingRunner(RunnerWrapper):
     def __init__(self, inner: ModelRunner, workers: Workers, communicator: Communicator) -> None:
         super().__init__(inner)
         self.workers, self.communicator = workers, communicator
+        self.graphs = None if inner.graphs is None else LeadingGraphs(inner.graphs, workers)
 
     def forward(self, batch: ForwardBatch) -> Float[Tensor, "num_tokens hidden"]:
         assert batch.lists is not None
@@ -208,6 +209,34 @@ class LeadingRunner(RunnerWrapper):
     def on_all_ranks(self, function: Callable[..., T], *arguments: object) -> T:
         with self.workers.together(CALL, (function, arguments)):
             return function(self, *arguments)
+
+
+class LeadingGraphs:
+    """The CUDA graphs of rank 0. All ranks capture and free theirs together, and replay them in the same steps."""
+
+    def __init__(self, graphs: Replayer, workers: Workers) -> None:
+        self.try_replay, self.prepare = graphs.try_replay, graphs.prepare
+        self._graphs, self._workers = graphs, workers
+
+    def capture_next(self) -> bool:
+        with self._workers.together(CALL, (capture_next, ())):
+            return self._graphs.capture_next()
+
+    def drop_graphs(self) -> None:
+        with self._workers.together(CALL, (drop_graphs, ())):
+            self._graphs.drop_graphs()
+
+
+def capture_next(runner: ModelRunner) -> None:
+    """Capture the graph of a worker that rank 0 captures."""
+    if runner.graphs is not None:
+        runner.graphs.capture_next()
+
+
+def drop_graphs(runner: ModelRunner) -> None:
+    """Free the graphs of a worker."""
+    if runner.graphs is not None:
+        runner.graphs.drop_graphs()
 
 
 @dataclass(eq=False)

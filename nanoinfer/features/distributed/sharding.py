@@ -14,7 +14,8 @@ Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
 
 import dataclasses
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,9 @@ from nanoinfer.models.llama import LlamaForCausalLM
 from nanoinfer.models.qwen import QwenForCausalLM
 from nanoinfer.models.qwen_moe import MixtureOfExperts, QwenMoeForCausalLM
 from nanoinfer.models.registry import ModelConfig
+
+if TYPE_CHECKING:
+    from nanoinfer.fast.cuda.graphs import Capture
 
 # The part that a rank has of a layer. qkv: a column layer for q, k and v at once. kv: a column layer with num_key_value_heads.
 Split = Literal["column", "qkv", "kv", "row", "vocabulary"]
@@ -139,7 +143,6 @@ class Shards:
         """
         ids = _vocabulary(vocab_size, self.rank, self.size)
         model.config = dataclasses.replace(model.config, vocab_size=vocab_size)
-        model.supports_cuda_graph = False  # graphs that contain a collective are untested
 
         def joined(name: str, module: nn.Module) -> nn.Module | None:
             split = split_of(type(model), name)
@@ -160,6 +163,21 @@ class Shards:
                     setattr(parent, name, module)
 
         replace_in(model, "")
+
+    def together(self, capture: "Capture") -> "Capture":
+        """Return a capture that fails on all ranks if it fails on one: ranks that pad a step must all pad it."""
+
+        def captured(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            result, error = None, None
+            try:
+                result = capture(run)
+            except RuntimeError as reason:
+                error = reason
+            if not self.minimum(result is not None) or result is None:
+                raise error or RuntimeError("another rank could not capture it")
+            return result
+
+        return captured
 
     def connect(self, runtime: Runtime) -> Runtime:
         """Make this rank's runtime agree with the others: it is batch independent only if every rank's runtime is."""

@@ -215,3 +215,20 @@ def test_embedding_and_head_are_split_over_the_vocabulary():
         model = on_meta(family)
         splits = {name for name, _ in model.named_modules() if split_of(type(model), name) == "vocabulary"}
         assert splits == {"lm_head", model.weight_rules.embedding.removesuffix(".weight")}
+
+
+def test_a_capture_that_fails_on_one_rank_fails_on_all_and_others_succeed():
+    """A rank without the graph would not pad its step, and send another number of rows."""
+
+    def captures(communicator):
+        def capture(run):
+            if communicator.rank == 1 and run() is None:
+                raise RuntimeError("no memory")
+            return run, run()
+
+        together = Shards(communicator).together(capture)
+        with pytest.raises(RuntimeError, match="no memory" if communicator.rank == 1 else "another rank could not capture it"):
+            together(lambda: None)
+        return together(lambda: torch.ones(1))[1].item()
+
+    assert on_ranks(3, captures) == [1.0, 1.0, 1.0]
