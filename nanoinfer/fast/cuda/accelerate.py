@@ -108,7 +108,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if is_invariant and find_spec("triton"):
+    if is_invariant and not config.quantization and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
     if config.enable_lora and (not further or shards is not None):  # torch adds the adapters, or they are on several ranks
