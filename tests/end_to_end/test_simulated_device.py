@@ -7,7 +7,6 @@ import gc
 import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -607,7 +606,7 @@ def a_step_that_goes_on_is_a_replay_and_one_copy_each_way(path):
 
 def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
     """Alone, beside others in other chunks, and after a prefix hit, in replayed steps. Products that cannot are refused."""
-    plain = partial(accelerate.compile_model, is_invariant=False)
+    compile_plainly = lambda *given, is_invariant, **options: compile_model(*given, **options)  # noqa: E731
     with simulated(mock.patch.object(batch_independence, "PROMPT_LENGTHS", (3, 6, 1))) as device:
         settings = SETTINGS | {"kv_cache_memory": 2**20, "batch_invariant": True}
         llm = LLM(path, device="sim", **settings)
@@ -623,7 +622,7 @@ def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
         assert device.waits == []
         assert any(graph.replay.__self__.num_replays for graph in llm.engine.executor.runner.graphs.table.graphs.values())
         with (
-            mock.patch.object(accelerate, "compile_model", lambda model, is_invariant: plain(model)),
+            mock.patch.object(accelerate, "compile_model", compile_plainly),
             pytest.raises(UnsupportedError, match="batch_invariant=True requires rows whose bits do not depend"),
         ):
             LLM(path, device="sim", **settings)

@@ -113,14 +113,14 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if config.bits_of_copy is not None and runtime.weights.shards is None:  # else build.py refuses such drafts, on rank 0 alone
         drafter = compile_model(model, f"int{config.bits_of_copy}", weights=weights)
         runtime = replace(runtime, rounded_copy=cast(Model, drafter.model))
-    if is_invariant and find_spec("triton"):
+    if is_invariant and not config.quantization and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
     if config.enable_lora and (graphs_of is StepGraphs or shards is not None):
         can_capture = False  # torch adds the adapters, or they are on several ranks
     if not can_capture:
         return runtime
-    has_prompts = getattr(backend, "supports_prompt_graph", False)
+    has_prompts = getattr(backend, "supports_prompt_graph", False) and not is_invariant  # all queries are decodes then
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
         graphs_of, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,

@@ -165,11 +165,10 @@ class AddedLinear(nn.Module):
             return residual + cast(Tensor, linear(x))
         if isinstance(linear, IntegerLinear):
             return cast(Tensor, linear(x, residual.contiguous(), in_place=in_place))
+        if self.is_invariant:
+            residual = residual.contiguous()
+            return invariant_linear(x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals)
         if residual.is_contiguous():
-            if self.is_invariant:
-                return invariant_linear(
-                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
-                )  # fmt: skip
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
