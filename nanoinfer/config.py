@@ -137,6 +137,13 @@ def lora_adapters(given: object) -> tuple[tuple[str, float], ...]:
     return tuple(adapters)
 
 
+def dtype_of_rounded(config: "EngineConfig") -> InvalidValueError:
+    """Return the error of a dtype in which rounded weights do not compute."""
+    return InvalidValueError(
+        f"quantization={config.quantization!r} computes in bfloat16, got dtype={shown(config.dtype)}; leave dtype out"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What engine/load.load_engine needs: the model, the device, and the settings of the parts. EngineArgs explains them."""
@@ -177,10 +184,8 @@ class EngineConfig:
             raise InvalidValueError(f"tokenizer={self.tokenizer!r} and skip_tokenizer_init=True were given; leave one out")
         if self.dtype not in DTYPES:
             raise InvalidValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
-        if self.quantization is not None and DTYPES[self.dtype] not in ("auto", "bfloat16"):
-            raise InvalidValueError(
-                f"quantization={self.quantization!r} computes in bfloat16, got dtype={shown(self.dtype)}; leave dtype out"
-            )
+        if self.quantization is not None and DTYPES[self.dtype] == "float32":
+            raise dtype_of_rounded(self)
         if self.stages is not None and not (isinstance(self.stages, tuple) and all(callable(stage) for stage in self.stages)):
             raise InvalidTypeError(
                 f"stages must be a list of functions (logits, SamplingBatch) -> logits, got {shown(self.stages)}"
@@ -232,8 +237,9 @@ class EngineArgs:
     dtype: Annotated["str | torch.dtype", Doc(
         '"auto" (that of the checkpoint, but on a device that is slow at it float32 on a CPU, float16 on a GPU), '
         '"float32"/"float", "bfloat16", "float16"/"half", or a dtype of torch.')] = "auto"
-    quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"),
-        Doc('"int8" or "int4" keeps the linear layers in 8 or 4 bits, on a CPU. The rest is in bfloat16.')] = None
+    quantization: Annotated[str | None, Allowed("None, 'int8' or 'int4'"), Doc(
+        '"int8" or "int4" keeps the linear layers in 8 or 4 bits. The rest is in bfloat16, on a GPU without it in float16.'
+    )] = None
     calibration: Annotated[str | os.PathLike[str] | None, Allowed("a string or a path"), Doc(
         'A text by which "int4" rounds weights: inputs count by how large they are in its first 2,048 tokens. None: in random '
         "ones (docs/supported.md).")] = None

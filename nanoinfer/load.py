@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.build import make_engine
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import DTYPES, EngineConfig, dtype_of_rounded
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.errors import OutOfMemoryError, UnsupportedError, first_line, is_out_of_memory
 from nanoinfer.loading.checkpoint import ADAPTER_CONFIG, Checkpoint
@@ -102,20 +102,14 @@ def load(config: EngineConfig, shards: "Shards | None" = None) -> "tuple[Loaded,
 class Placing:
     """Gives a model its weights as a config says: with adapters merged, a rank's part, rounded, or stored for kernels.
 
-    Raises: UnsupportedError for rounded weights on a GPU.
+    Raises: UnsupportedError for rounded weights on a GPU with ranks or adapters of requests.
     """
 
     config: EngineConfig  # with the dtype of rounded weights
     weights: "LoadedWeights"  # those that were placed
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, shards: "Shards | None") -> None:
-        from nanoinfer.loading.devices import resolve_device
-
-        if config.quantization and (device := resolve_device(config.device)).type != "cpu":
-            raise UnsupportedError(
-                f"quantization={config.quantization!r} runs on a CPU only, got device {str(device)!r}; leave it out"
-            )
-        self.config = replace(config, dtype="bfloat16") if config.quantization else config
+        self.config = replace(config, dtype=_dtype_of_rounded(config)) if config.quantization else config
         self._checkpoint, self._shards = checkpoint, shards
         # Before the files are opened, so that files that are replaced at this moment have another identity at the next start.
         self._files = [(path, path.stat()) for path in map(Path.resolve, checkpoint.weight_files)]
@@ -137,8 +131,9 @@ class Placing:
         origin, sources = Origin(config, type(model), model.weight_rules, whole, shards), find_sources(model, weights, dtype)
         # Rounded weights cannot be replaced, and places would keep the original weights alive.
         self.weights = LoadedWeights(None if config.quantization else model, origin, num_parameters)
-        if device.type == "cpu" and (not config.enforce_eager or config.quantization or num_stored_bits < 12):
-            self._store_linears(model, sources, dtype, num_stored_bits)
+        is_cpu = device.type == "cpu"
+        if config.quantization or (is_cpu and (not config.enforce_eager or num_stored_bits < 12)):
+            self._store_linears(model, sources, dtype, device, num_stored_bits)
         else:
             check_memory(model, dtype, device, 1 if shards is None else shards.size)
         fill(model, sources, device)
@@ -146,9 +141,10 @@ class Placing:
             shards.join(model, whole.vocab_size)
         return model
 
-    def _store_linears(self, model: Any, sources: "Sources", dtype: "torch.dtype", num_stored_bits: float) -> None:
+    def _store_linears(
+        self, model: Any, sources: "Sources", dtype: "torch.dtype", device: "torch.device", num_stored_bits: float
+    ) -> None:
         """Leave the matrices of linear layers in the checkpoint for kernels, or round them, or read them without kernels."""
-        import torch
         from torch import nn
 
         from nanoinfer.features.quantization import rounding
@@ -157,11 +153,16 @@ class Placing:
         config, for_kernels = self.config, not self.config.enforce_eager
         identity = self._identity(model) if for_kernels and not config.lora else None
         stored.store(model, sources, {module.weight for module in model.modules() if type(module) is nn.Linear}, identity)
-        rounding.compare_memory(model, dtype, config, num_stored_bits, 1 if self._shards is None else self._shards.size)
+        num_ranks = 1 if self._shards is None else self._shards.size
+        rounding.compare_memory(model, dtype, device, config, num_stored_bits, num_ranks)
         if not for_kernels:
             if config.quantization:
-                rounding.quantize_model(model, config.quantization)
-            stored.load(model, torch.device("cpu"))
+                rounding.quantize_model(model, config.quantization, device)
+            stored.load(model, device)
+        elif device.type != "cpu":  # whose kernels read an embedding's table in 16 bits
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    stored.load(module, device)
 
     def _identity(self, model: Any) -> "Identity":
         from nanoinfer.fast.cpu.identity import sampled_digest
@@ -171,3 +172,25 @@ class Placing:
         what = states, sampled_digest(self._checkpoint), self._checkpoint.config, type(model), model.weight_rules
         part = (0, 1) if self._shards is None else (self._shards.rank, self._shards.size)
         return Identity([str(path) for path, _ in self._files], part, repr(what))
+
+
+def _dtype_of_rounded(config: EngineConfig) -> str:
+    """Return the dtype in which a model with rounded weights computes.
+
+    Raises: InvalidValueError for float16 on a CPU, UnsupportedError for what a GPU cannot do.
+    """
+    from nanoinfer.loading.devices import gpu_has_bf16, resolve_device
+
+    dtype, device = DTYPES[config.dtype], resolve_device(config.device)
+    if device.type == "cpu":
+        if dtype == "float16":
+            raise dtype_of_rounded(config)
+        return "bfloat16"
+    others = {"enable_lora": config.enable_lora, "batch_invariant": config.scheduler.batch_invariant}
+    for name, value in {**others, "tensor_parallel_size": config.tensor_parallel_size}.items():
+        if value > 1 or value is True:
+            raise UnsupportedError(
+                f"quantization={config.quantization!r} with {name}={value} runs on a CPU only, got device {str(device)!r}; "
+                "leave one of the two out"
+            )
+    return dtype if dtype != "auto" else "bfloat16" if gpu_has_bf16(device) else "float16"

@@ -120,7 +120,7 @@ REACH: dict[str, dict[str, str]] = {
     },
     "_few_down_kernel": {
         "x": "grid[1] * TOP_K * NUM_IN", **dict.fromkeys(("chosen", "routing"), "grid[1] * TOP_K"),
-        "mixed": "grid[1] * NUM_OUT",
+        **dict.fromkeys(("residual", "out"), "grid[1] * NUM_OUT"),
     },
     "_list_kernel": {"chosen": "num_rows * TOP_K", "counts": "grid[0]", "pairs": "grid[0] * num_rows"},
     "_grouped_kernel": {
@@ -128,7 +128,12 @@ REACH: dict[str, dict[str, str]] = {
         "bias": "NUM_EXPERTS * (1 + GATED) * NUM_OUT", "out": "num_rows * TOP_K * NUM_OUT", "counts": "NUM_EXPERTS",
         "pairs": "NUM_EXPERTS * num_rows",
     },
-    "_sum_pairs_kernel": {"x": "grid[0] * TOP_K * SIZE", "routing": "grid[0] * TOP_K", "mixed": "grid[0] * SIZE"},
+    "_sum_pairs_kernel": {
+        "x": "grid[0] * TOP_K * SIZE", "routing": "grid[0] * TOP_K", **dict.fromkeys(("residual", "out"), "grid[0] * SIZE"),
+    },
+    "_route_kernel": {
+        "scores": "(grid[0] - 1) * stride + NUM_EXPERTS", **dict.fromkeys(("routing", "chosen"), "grid[0] * TOP_K"),
+    },
     "_shrink_kernel": {
         "x": "(num_rows - 1) * x_stride + NUM_IN", "indices": "num_rows", "products": "grid[2] * num_rows * NUM_RANKS",
     },
@@ -158,7 +163,9 @@ REACH: dict[str, dict[str, str]] = {
 }  # fmt: skip
 WITH_EXPERTS = "gpt-oss-20b", "Qwen3-30B-A3B"
 # The first two read nothing early, because an earlier kernel has chosen the experts.
-OF_EXPERTS = {"_few_gated_kernel", "_few_down_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"}
+OF_EXPERTS = {
+    "_few_gated_kernel", "_few_down_kernel", "_route_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"
+}  # fmt: skip
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
     | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
@@ -166,10 +173,9 @@ DTYPES = (  # of parameters by name. All others have the model's dtype
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
     | dict.fromkeys(("temperature", "min_p"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
-    | dict.fromkeys(("routing", "mixed"), torch.float32)
     | {"greedy": torch.bool}
     | dict.fromkeys(("counts", "pairs", "first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
-    | dict.fromkeys(("inv_freq", "partial"), torch.float32)
+    | dict.fromkeys(("inv_freq", "partial", "routing"), torch.float32)
 )
 
 

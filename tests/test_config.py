@@ -36,7 +36,7 @@ def ngram(**given):
         ({"scheduler_cls": "nowhere.Mine"}, f"scheduler_cls {CLASS}, got 'nowhere.Mine' (No module named 'nowhere'); the"),
         ({"scheduler_cls": "nanoinfer.scheduling.scheduler.Mine"}, f"scheduler_cls {CLASS}, got 'nanoinfer"),
         # what contradicts itself
-        ({"quantization": "int8", "dtype": "float16"}, "quantization='int8' computes in bfloat16, got dtype='float16'; leave"),
+        ({"quantization": "int8", "dtype": "float32"}, "quantization='int8' computes in bfloat16, got dtype='float32'; leave"),
         ({"tokenizer": "a", "skip_tokenizer_init": True}, "tokenizer='a' and skip_tokenizer_init=True were given; leave"),
         ({"max_loras": 2}, "max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out"),
         ({"max_lora_rank": 8}, "max_loras and max_lora_rank need enable_lora=True; pass it, or leave them out"),

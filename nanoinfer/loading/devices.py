@@ -81,20 +81,16 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device, num
     num_processes: the processes that load on this machine at the same time. Raises: OutOfMemoryError.
     """
     needed = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    text = f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}"
+    more = "" if device.type == "cpu" else ", or tensor_parallel_size= for several GPUs"
+    check_bytes(needed, device, text, f"use quantization='int4' or a smaller model{more}", num_processes)
+
+
+def check_bytes(needed: int, device: torch.device, text: str, hint: str, num_processes: int = 1) -> None:
+    """Refuse what a device cannot hold. A CPU's system would kill the process while it is read."""
     if device.type == "cpu":
-        text = f"the weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}"
-        check_bytes(needed, text, "use quantization='int4' or a smaller model", num_processes)
-        return
-    free, _ = torch.get_device_module(device).mem_get_info(device)
-    if needed > free:
-        raise OutOfMemoryError(
-            f"the weights take {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free on {device}; use a smaller model, "
-            "or tensor_parallel_size= for several GPUs"
-        )
-
-
-def check_bytes(needed: int, text: str, hint: str, num_processes: int = 1) -> None:
-    """Refuse what this machine cannot hold, because the system would kill the process while it is read."""
-    available = available_cpu_memory() // num_processes
+        available, where = available_cpu_memory() // num_processes, "of memory are available"
+    else:
+        available, where = torch.get_device_module(device).mem_get_info(device)[0], f"are free on {device}"
     if needed > available:
-        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB of memory are available; {hint}")
+        raise OutOfMemoryError(f"{text}, and {available / 1e9:.1f} GB {where}; {hint}")

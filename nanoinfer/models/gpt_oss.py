@@ -13,7 +13,9 @@ features/formats/experts.py divides. The other names are those of the checkpoint
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxtyping import Float, Int
 from torch import Tensor, empty, nn
+from torch.overrides import wrap_torch_function
 
 from nanoinfer.attention.base import Attend
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
@@ -84,6 +86,15 @@ class ClampedSwiGLU(SwiGLU):
         return self.down_proj((up + 1) * (gate * sigmoid(self.alpha * gate)))
 
 
+@wrap_torch_function(lambda scores, k: (scores,))
+def route_among_chosen(
+    scores: Float[Tensor, "num_tokens num_experts"], k: int
+) -> tuple[Float[Tensor, "num_tokens k"], Int[Tensor, "num_tokens k"]]:
+    """Choose the k experts of each token with the largest scores. Returns the softmax of these, in fp32, and numbers."""
+    largest, chosen = scores.float().topk(k, dim=-1)
+    return largest.softmax(dim=-1), chosen
+
+
 class GptOssExperts(nn.Module):
     """Computes the sum of weight_e * expert_e(x) over the experts e that the router chooses for x."""
 
@@ -94,8 +105,8 @@ class GptOssExperts(nn.Module):
         self.experts = Experts(ClampedSwiGLU(config) for _ in range(config.num_experts))
 
     def forward(self, x: Hidden) -> Hidden:
-        scores, chosen = self.router(x).float().topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
-        return self.experts.weighted_sum(x, scores.softmax(dim=-1), chosen).to(x.dtype)
+        weights, chosen = route_among_chosen(self.router(x), self.num_experts_per_tok)
+        return self.experts.weighted_sum(x, weights, chosen).to(x.dtype)
 
 
 class GptOssDecoderLayer(QwenDecoderLayer):

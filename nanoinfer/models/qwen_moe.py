@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
 
 from nanoinfer.errors import CheckpointError, UnsupportedError, shown
 from nanoinfer.models.layers import Hidden, SwiGLU, sigmoid
@@ -74,6 +75,18 @@ def expert_fields(config: ConfigJson) -> dict[str, Any]:
     return {"num_experts": num_experts, "num_experts_per_tok": num_chosen}
 
 
+@wrap_torch_function(lambda scores, k, is_normed: (scores,))  # a tracer records a single operation
+def route(
+    scores: Float[Tensor, "num_tokens num_experts"], k: int, is_normed: bool
+) -> tuple[Float[Tensor, "num_tokens k"], Int[Tensor, "num_tokens k"]]:
+    """Choose the k experts of each token with the largest share of a softmax. Returns their weights, in fp32, and numbers.
+
+    is_normed: whether the weights of a token are divided by their sum.
+    """
+    weights, chosen = scores.float().softmax(dim=-1).topk(k, dim=-1)
+    return (weights / weights.sum(dim=-1, keepdim=True) if is_normed else weights), chosen
+
+
 class Experts(nn.ModuleList):
     """The MLPs among which a router chooses."""
 
@@ -115,10 +128,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        scores = self.gate(x).float().softmax(dim=-1)  # [num_tokens, num_experts], in fp32
-        weights, chosen = scores.topk(self.num_experts_per_tok, dim=-1)  # [num_tokens, num_experts_per_tok]
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = route(self.gate(x), self.num_experts_per_tok, self.norm_topk_prob)
         out = self.experts.weighted_sum(x, weights, chosen)
         if self.has_shared_expert:
             out += sigmoid(self.shared_expert_gate(x).float()) * self.shared_expert(x)

@@ -32,6 +32,8 @@ TESTED_IN = {
     "features/embedding/methods.py": "features/embedding/test_pooling.py",
     "features/training/methods.py": "features/training/test_rollouts.py",
     "features/training/loaded_weights.py": "features/training/test_rollouts.py",
+    "fast/cuda/integer_kernels.py": "fast/cuda/test_quantized.py",
+    "fast/cuda/integers.py": "fast/cuda/test_quantized.py",
     "loading/config_json.py": "models/test_config_json.py",
     "loading/devices.py": "loading/test_loader.py",
     "models/windows.py": "features/hybrid/test_attention.py",

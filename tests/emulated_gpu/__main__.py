@@ -20,8 +20,9 @@ KERNELS = {  # a kernel -> its case, by the dtype
     "store": "store {}", "rms_norm": "rms_norm {}", "gate": "gate {}", "copy": "copy {}",
     "prefill": "attention {} 64 plain", "decode": "attention {} 64 plain", "merge": "attention {} 64 plain",
     "linear": "linear {} plain", "decode_linear": "decode_linear {} gated with norm", "angles": "angles {}",
+    "integer_linear": "integer_linear {} int8 gated with norm", "widen": "widen {} int4",
     "decode_attention": "decode_attention {} 64 plain", "bound": "draw ties",
-    **dict.fromkeys(("few_gated", "few_down", "list", "grouped", "sum_pairs"), "experts {} silu"),
+    "route": "route {}", **dict.fromkeys(("few_gated", "few_down", "list", "grouped", "sum_pairs"), "experts {} silu"),
     "largest": "choose ties {}", "sum": "choose ties {}", "choose": "choose ties {}",
     "shrink": "lora {}", "expand": "lora {}",
 }  # fmt: skip

@@ -24,8 +24,19 @@ from triton.language.extra import libdevice
 from nanoinfer.attention import triton
 from nanoinfer.attention.base import Attend, AttentionMetadata
 from nanoinfer.attention.kv_cache import KVCache
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
+from nanoinfer.fast.cuda import (
+    decode_kernels,
+    draw_kernel,
+    experts,
+    fused_kernels,
+    integer_kernels,
+    integers,
+    invariant,
+    linear_kernel,
+    lora,
+)
 from nanoinfer.fast.cuda.fused_kernels import Norm
+from nanoinfer.fast.cuda.integers import Integers
 from nanoinfer.fast.fuse import ACTIVATIONS
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
@@ -172,7 +183,7 @@ def check_copy(dtype: torch.dtype) -> float:
     return 0.0 if torch.equal(pages, expected) else float("inf")
 
 
-def check_linear(dtype: torch.dtype, option: str) -> float:
+def check_linear(dtype: torch.dtype, option: str, bits: int = 0) -> float:
     """u * |out| + s: g(n + 1) times the magnitudes of the sum's n products, which are exact, and of the bias or the residual.
 
     Gated: s of up times |silu(gate)|, plus s of the gate times 1.2 * |up| (silu' and gelu' are below), plus what `gate` has.
@@ -180,23 +191,30 @@ def check_linear(dtype: torch.dtype, option: str) -> float:
     Sizes are no multiples of the kernel's tiles, and there are more tiles than the kernel loads ahead. 5 rows have few inputs,
     and are part of wider rows, with a stride that is no multiple of 16 bytes. A residual is written over. Split: two programs
     share the inputs of the others, a sum more, and the counters serve every launch.
+
+    bits: of a weight that the kernel widens. 0: the weight has the dtype of x.
     """
     tile, columns = linear_kernel.TILE, linear_kernel.COLUMNS
-    sizes = ((linear_kernel.NUM_STAGES + 1) * tile + 80, 2 * columns + columns // 2)
+    few, more = (384 if bits == 8 else 288, 128) if bits else (300, 80)
+    sizes = ((linear_kernel.NUM_STAGES + 1) * tile + more, 2 * columns + columns // 2)
     gated, has_bias, has_residual = "gated" in option, "bias" in option, "residual" in option
     arrivals = linear_kernel.Arrivals() if "split" in option else None
     generator, largest = _generator(), 0.0
-    for num_rows, num_in, num_out, stride in ((1, *sizes, sizes[0]), (5, 300, columns + 1, 307), (16, *sizes, sizes[0])):
+    for num_rows, num_in, num_out, stride in ((1, *sizes, sizes[0]), (5, few, columns + 1, few + 7), (16, *sizes, sizes[0])):
         shapes = (num_rows, stride), (2 * num_out, num_in), (2 * num_out,), (num_rows, num_out)
         x, weight, bias, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         x, weight = x[:, :num_in], weight * num_in**-0.5
         if not gated:
             weight, bias = weight[:num_out], bias[:num_out]
+        given: Tensor | Integers = weight
+        if bits:
+            given = _integers(len(weight), num_in, bits, generator)
+            weight = integers.definition(given).to(dtype)
         expected, terms = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
         for added in [bias] * has_bias + [residual] * has_residual:
             expected, terms = expected + added.double(), terms + added.double().abs()
         out = linear_kernel.few_rows_linear(
-            x, weight, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
+            x, given, bias if has_bias else None, residual=residual if has_residual else None, gated=gated,
             activation=_activation(option), in_place=has_residual, arrivals=arrivals if num_in == sizes[0] else None,
         )  # fmt: skip
         tolerance = terms * _sum_error(num_in + 2)
@@ -268,12 +286,91 @@ def check_decode_linear(dtype: torch.dtype, option: str) -> float:
     return largest
 
 
+def _integers(num_out: int, num_in: int, bits: int, generator: torch.Generator) -> Integers:
+    """A random weight, whose groups have all values of a byte, and zeros of their own."""
+    group_size = {8: 128, 4: 64 if num_in % 64 == 0 else 32}[bits]
+    packed = torch.randint(0, 256, (num_out, num_in * bits // 8), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 2**bits + (bits == 4), (num_out, num_in // group_size), generator=generator).to(torch.uint8)
+    scales = (1 + torch.rand(zeros.shape, generator=generator)) * num_in**-0.5 / 2**bits
+    return Integers(packed, scales, zeros, bits)
+
+
+def check_integer_linear(dtype: torch.dtype, bits: int, option: str) -> float:
+    """As check_decode_linear, where a sum's terms are those of integer * x and of zero * x, and there are a few more."""
+    gated, has_bias, has_norm = "gated" in option, "bias" in option, "norm" in option
+    generator, largest = _generator(), 0.0
+    for num_in, num_out in ((384 if bits == 8 else 288, 50), (decode_kernels._MAX_TILE + 512, 3)):
+        shapes = (3, num_in), ((1 + gated) * num_out,), (num_in,), (3, num_out)
+        x, bias, scale, residual = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        weight, outs = _integers((1 + gated) * num_out, num_in, bits, generator), []
+        norm = Norm(scale, EPS, "zero-centred" in option) if has_norm else None
+        for rows in (slice(0, 3), slice(1, 2)):
+            with writes.step():
+                given, added = x[rows].clone(), residual[rows].clone()
+                outs.append(
+                    integer_kernels.integer_linear(
+                        given, weight, bias if has_bias else None, norm=norm, gated=gated,
+                        activation=_activation(option), residual=None if gated else added, in_place=not gated,
+                    )
+                )  # fmt: skip
+        if not torch.equal(outs[0][1:2], outs[1]):
+            return float("inf")
+        given = _normed(x) * (scale.double() + norm.zero_centred) if norm else x.double()
+        wide = integers.definition(weight).double()
+        magnitude = integers.definition(weight._replace(zeros=torch.zeros_like(weight.zeros))).double()
+        magnitude += (magnitude - wide).abs()  # scale * (integer + zero)
+        expected, terms = given @ wide.T, given.abs() @ magnitude.T
+        tolerance = 16 * _E * terms + 4 * ROUNDOFF[dtype] * (given.square() @ wide.square().T).sqrt() if has_norm else 0
+        for added in [bias] * has_bias + [residual] * (not gated):
+            expected, terms = expected + added.double(), terms + added.double().abs()
+        tolerance = tolerance + terms * _sum_error(num_in + 8)
+        largest = max(largest, share(outs[0], *_finished(dtype, expected, tolerance, option)))
+    return largest
+
+
+def check_widen(dtype: torch.dtype, bits: int) -> float:
+    """Exactly the definition in fp32, rounded. Of some rows, and with more inputs than a program has."""
+    for num_in in (384 if bits == 8 else 288, integers._TILE + 512):
+        weight = _integers(5, num_in, bits, _generator())
+        out = torch.full((4, num_in), 7.0).to(dtype)
+        integers.widen(weight.rows(slice(1, 4)), out[:3])
+        expected = integers.definition(weight)[1:4].to(dtype)
+        if not torch.equal(out, torch.cat((expected, out[3:] * 0 + 7))):
+            return float("inf")
+    return 0.0
+
+
+def check_route(dtype: torch.dtype) -> float:
+    """w * (2 R e + 8 e + g(n + 4)): exp as in `_tolerance`, a sum and a division. Experts are exact, the first of equal ones.
+
+    A row has equal scores, another an infinite one, and the last NaN: its weights are NaN, its experts are different.
+    """
+    scores, largest = torch.randn(6, 90, generator=_generator()).to(dtype)[:, 5:77], 0.0
+    scores[1], scores[2, ::2], scores[4, 3], scores[5, 9] = 0.5, float("-inf"), float("inf"), float("nan")
+    for is_normed in (False, True):
+        weights, chosen = experts.route_by_kernel(scores, 5, is_normed)
+        falling, ids = scores.double().sort(dim=-1, descending=True, stable=True)
+        expected = falling.softmax(-1)[:, :5]
+        expected = expected / expected.sum(-1, keepdim=True) if is_normed else expected
+        is_finite = scores.isfinite() | scores.isneginf()
+        spread = torch.where(scores.isfinite(), scores.double(), 0).abs().amax(-1, keepdim=True) * 2
+        tolerance = expected * ((2 * spread + 8) * _E + _sum_error(scores.shape[1] + 4))
+        good = is_finite.all(-1)
+        if not torch.equal(chosen[good], ids[good, :5]) or not weights[~good].isnan().all():
+            return float("inf")
+        if any(len(set(row)) < 5 or not 0 <= min(row) <= max(row) < 72 for row in chosen.tolist()):
+            return float("inf")
+        largest = max(largest, share(weights[good], expected[good], tolerance[good]))
+    return largest
+
+
 EXPERTS = {"silu": None, "clamped with bias": 1.0}  # the limit
 
 
 def check_experts(dtype: torch.dtype, option: str, device: str = "cpu") -> float:
     """As linear's, twice: of down's inputs, and of down with their rounding, 4 * u * sqrt(sum of squares). Then k products.
 
+    With biases a residual is added: a rounding more.
     1 and 3 rows, of which each has the bits that it has alone. 19 rows choose expert 0, which has two tiles of pairs, and none
     chooses the last. Sizes are no multiples of the kernels' tiles.
     """
@@ -306,10 +403,12 @@ class _Mixture:
         others = torch.stack([1 + torch.randperm(max(num_experts - 2, 1), generator=generator)[:2] for _ in range(num_rows)])
         self.chosen = torch.cat((others, torch.zeros(num_rows, 1, dtype=torch.int64)), 1)
         self.routing = torch.rand(self.chosen.shape, generator=generator)
+        self.residual = None if self.limit is None else torch.randn(num_rows, size, generator=generator).to(dtype)
         module, self.outs = experts.KernelExperts(Experts(deepcopy(self.mlps)).to(device)), {}
         for num in all_rows:
             with writes.step():
-                given = (tensor[:num].to(device, copy=True) for tensor in (self.x, self.routing, self.chosen))
+                all_given = (self.x, self.routing, self.chosen, self.residual)
+                given = (tensor[:num].to(device, copy=True) for tensor in all_given if tensor is not None)
                 self.outs[num] = module(*given).cpu()
 
     def expected(self, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -321,7 +420,11 @@ class _Mixture:
             out[row] += weight * found
             tolerance[row] += weight * error
             magnitude[row] += weight * found.abs()
-        return out, tolerance + _sum_error(self.chosen.shape[1] + 1) * magnitude
+        tolerance += _sum_error(self.chosen.shape[1] + 1) * magnitude
+        if self.residual is None:
+            return out, tolerance
+        added = out + self.residual[:num_rows].double()
+        return added, tolerance + _E * out.abs() + _rounded(self.dtype, added)
 
     def _of_pair(self, x: Tensor, mlp: SwiGLU) -> tuple[Tensor, Tensor]:
         """One expert's output, and its tolerance. The gate's function rises by at most 1.1 times its argument's change."""
@@ -605,13 +708,29 @@ CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
         ("store", check_store), ("rms_norm", check_rms_norm), ("gate", check_gate), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora),
+        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora), ("route", check_route),
     )
     for name, dtype in DTYPES.items()
 } | {
     f"linear {name} {option}": lambda dtype=DTYPES[name], option=option: check_linear(dtype, option)
     for name in ("bfloat16", "float16")  # fp32 is torch's
     for option in ("plain", "bias", "residual", "split residual", "gated", "gated with bias", "gated by gelu")
+} | {
+    f"linear {name} int{bits} {option}": lambda dtype=DTYPES[name], option=option, bits=bits: check_linear(dtype, option, bits)
+    for name in ("bfloat16", "float16")
+    for bits in (8, 4)
+    for option in ("split residual", "gated with bias")
+} | {
+    f"integer_linear {name} int{bits} {option}": lambda dtype=DTYPES[name], option=option, bits=bits: check_integer_linear(
+        dtype, bits, option
+    )
+    for name in ("bfloat16", "float16")
+    for bits in (8, 4)
+    for option in ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
+} | {
+    f"widen {name} int{bits}": lambda dtype=DTYPES[name], bits=bits: check_widen(dtype, bits)
+    for name in ("bfloat16", "float16")
+    for bits in (8, 4)
 } | {
     f"invariant {name} {option}": lambda dtype=dtype, option=option: check_invariant(dtype, option)
     for name, dtype in DTYPES.items()

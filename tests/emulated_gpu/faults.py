@@ -18,7 +18,17 @@ from unittest import mock
 import torch
 
 from nanoinfer.attention import triton
-from nanoinfer.fast.cuda import decode_kernels, draw_kernel, experts, fused_kernels, invariant, linear_kernel, lora
+from nanoinfer.fast.cuda import (
+    decode_kernels,
+    draw_kernel,
+    experts,
+    fused_kernels,
+    integer_kernels,
+    integers,
+    invariant,
+    linear_kernel,
+    lora,
+)
 from tests.emulated_gpu import cases
 
 SHORT = [(15, 1), (70, 1), (100, 45)]
@@ -108,6 +118,10 @@ def decode_linear(option: str = "gated with norm") -> float:
     return cases.check_decode_linear(torch.bfloat16, option)
 
 
+def integer_linear(bits: int, option: str = "norm and bias") -> Callable[[], float]:
+    return lambda: cases.check_integer_linear(torch.bfloat16, bits, option)
+
+
 def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
@@ -126,6 +140,10 @@ def paged_drafts() -> float:
 
 def mixture() -> float:
     return cases.check_experts(torch.bfloat16, "silu")
+
+
+def route() -> float:
+    return cases.check_route(torch.bfloat16)
 
 
 def clamped() -> float:
@@ -212,8 +230,8 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "prefill: the wrong KV head": InSource(triton, "head // (NUM_HEADS // NUM_KV_HEADS)", "head % NUM_KV_HEADS", "values"),
     "decode: a split without keys that writes nothing": InSource(
-        triton, "tl.store(partial_m + where, m, mask=rows < GROUP)",
-        "tl.store(partial_m + where, m, mask=(rows < GROUP) & (first_key < last_key))", "UnwrittenFault",
+        triton, "tl.store(partial_m + where, m, mask=rows < GROUP * num_queries)",
+        "tl.store(partial_m + where, m, mask=(rows < GROUP * num_queries) & (first_key < last_key))", "UnwrittenFault",
         lambda: attention("plain"),
     ),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
@@ -224,6 +242,34 @@ FAULTS: dict[str, InPtx | InSource] = {
     "linear: a bias that is read without its mask": InSource(
         linear_kernel, "bias + columns, mask=inside, other=0.0", "bias + columns", "OutsideFault", linear("bias"),
         hidden_from=linear("bias"),
+    ),
+    "linear: a part of the integers that is multiplied by the inputs of the other": InSource(
+        linear_kernel, " * GROUP + part * BYTES", " * GROUP + (8 // BITS - 1 - part) * BYTES", "values",
+        lambda: cases.check_linear(torch.float16, "split residual", 4),
+    ),
+    "integer_linear: zeros that are not subtracted": InSource(
+        integer_kernels, " - zero * tl.sum(a, 1)[None, :]", "", "values", integer_linear(8)
+    ),
+    "integer_linear: the scale of another group": InSource(
+        integer_kernels, "tl.sum(scale * sums", "tl.sum(tl.flip(scale, 1) * sums", "values", integer_linear(8)
+    ),
+    "integer_linear: a product that is fused with the sum over threads": InSource(
+        integer_kernels, "sums + 0.0, 1)", "sums, 1)", "RaceFault", integer_linear(8), hidden_from=integer_linear(8)
+    ),
+    "integer_linear: inputs that are read without their mask": InSource(
+        integer_kernels, "x + inputs, mask=inputs < NUM_IN, other=0.0", "x + inputs", "OutsideFault", integer_linear(4)
+    ),
+    "integer_linear: no wait": InPtx(
+        "_integer_linear_kernel", _DEPENDS, "", "DependencyFault", integer_linear(8), arch=90
+    ),
+    "widen: the groups of the next output": InSource(
+        integers, "inside = (columns < NUM_OUT)[:, None] & (groups < NUM_IN // GROUP)[None, :]",
+        "inside = (columns < NUM_OUT)[:, None] & (groups < NUM_IN // GROUP + 1)[None, :]", "OutsideFault",
+        lambda: cases.check_widen(torch.bfloat16, 4),
+    ),
+    "widen: a mask of 16 inputs more": InSource(
+        integers, "wide, mask=inputs < NUM_IN", "wide, mask=inputs < NUM_IN + 16", "OutsideFault",
+        lambda: cases.check_widen(torch.bfloat16, 4),
     ),
     "invariant: no wait for a tile": InPtx("_invariant_linear_kernel", _WAIT, "", "InFlightFault", invariant_linear),
     "invariant: rows that are read without their mask": InSource(
@@ -393,6 +439,24 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "experts: columns of down beyond the last": InSource(
         experts, "mask=there[:, None] & inside[None, :])", "mask=there[:, None])", "OutsideFault", mixture
+    ),
+    "experts: a residual that is added twice": InSource(
+        experts, "total += tl.load(residual", "total += 2 * tl.load(residual", "values", clamped
+    ),
+    "route: an expert that is chosen again": InSource(
+        experts, "is_left = is_left & (experts != expert)", "is_left = is_left", "values", route
+    ),
+    "route: NaN that is hidden": InSource(
+        experts, 'tl.where(is_bad, float("nan"), exponential / total)', "exponential / total", "values", route
+    ),
+    "route: a softmax over the experts that are left": InSource(
+        experts, "if NORMED else exponential, 0)", "if NORMED else tl.where(is_left, exponential, 0.0), 0)", "values", route
+    ),
+    "route: the second of equal scores": InSource(
+        experts, "experts, EXPERTS), 0)", "EXPERTS - 1 - experts, EXPERTS), 0)", "values", route
+    ),
+    "route: rows that are packed": InSource(
+        experts, "row * stride + experts", "row * NUM_EXPERTS + experts", "OutsideFault", route
     ),
     "experts: a sum over the wrong pairs": InSource(
         experts, "row * TOP_K + TOP_K)", "row * TOP_K + TOP_K - 1)", "values", mixture

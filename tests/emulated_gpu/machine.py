@@ -37,6 +37,7 @@ _ARITHMETIC = {
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "num": lambda a, b, out, where: np.copyto(out, (a == a) & (b == b), where=where),  # neither is NaN
+    "nan": lambda a, b, out, where: np.copyto(out, (a != a) | (b != b), where=where),
     "equ": lambda a, b, out, where: np.copyto(out, ~((a < b) | (a > b)), where=where),  # equal, or NaN
     "ltu": lambda a, b, out, where: np.copyto(out, ~(a >= b), where=where), "neu": np.not_equal,
     "geu": lambda a, b, out, where: np.copyto(out, ~(a < b), where=where),
@@ -44,7 +45,7 @@ _COMPARE = {
 _ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
 _CONVERSIONS = (
     ["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rn", "f64", "u64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"],
-    ["rn", "f32", "s64"],
+    ["rn", "f32", "s64"], ["rn", "f32", "u16"], ["rn", "f32", "u32"],
 )  # fmt: skip
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
@@ -372,7 +373,8 @@ class Machine:
         numbers = [int(chosen.rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
         if types != ["b32"] or max(numbers) > 7:
             return None
-        a, b, result = self._register(a), self._register(b), self._register(target)
+        result = self._register(target)
+        a, b = (np.broadcast_to(self._value(one, np.uint32), result.shape) for one in (a, b))
         return self._copy(
             result, lambda: np.ascontiguousarray(np.stack((a, b), 1).view(np.uint8)[:, numbers]).view(np.uint32)[:, 0]
         )
@@ -440,10 +442,11 @@ class Machine:
     def _decode_st(self, instruction: Instruction, types: list[str]) -> Step:
         address, source = instruction.operands
         memory, first = (self.memory, self._first_thread) if types[0] == "global" else (self.shared, 0)
-        addresses = self.address(address)
+        addresses, is_byte = self.address(address), types[-1] == "b8"
 
         def store() -> None:
-            values = np.ascontiguousarray(self._gather(source)[:, self.threads].T).view(np.uint8)
+            values = np.ascontiguousarray(self._gather(source)[:, self.threads].T)
+            values = values.astype(np.uint8) if is_byte else values.view(np.uint8)
             memory.store(addresses(), values, self.threads + first, instruction)
 
         return store

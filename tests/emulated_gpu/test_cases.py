@@ -20,7 +20,7 @@ DTYPES = ["bfloat16", "float16", "float32"]
 NUM_LAUNCHES = {  # of a case. Others have one
     "attention": 4, "decode": 3, "linear": 3, "rms_norm": 2, "gate": 2, "rotate": 6, "draw": 9,
     "choose": 6, "decode_linear": 4, "decode_attention": 2, "drafts": 2, "paged_drafts": 3, "experts": 8, "large_experts": 4,
-    "lora": 4, "invariant": 3, "invariant_decode": 12,
+    "route": 2, "lora": 4, "integer_linear": 4, "widen": 2, "invariant": 3, "invariant_decode": 12,
 }  # fmt: skip
 # By the number of rows, of two steps of two layers: 5 and 9 a layer, angles, the last norm. Gemma 3 has 2 more a layer, and
 # angles twice.
@@ -79,10 +79,22 @@ LINEAR = ("plain", "bias", "residual", "split residual", "gated", "gated with bi
 DECODE_LINEAR = ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
 LONG = {  # what -> cases
     "small kernels": [
-        f"{name} {dtype}" for dtype in DTYPES for name in ("store", "rms_norm", "gate", "rotate", "copy", "angles", "lora")
+        f"{name} {dtype}"
+        for dtype in DTYPES
+        for name in ("store", "rms_norm", "gate", "rotate", "copy", "angles", "lora", "route")
     ],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "linear layers of the fewest rows": [f"decode_linear {dtype} {option}" for dtype in DTYPES for option in DECODE_LINEAR],
+    "linear layers in 8 and 4 bits": [
+        case.format(dtype=dtype, bits=bits)
+        for dtype in DTYPES[:2]
+        for bits in (8, 4)
+        for case in (
+            *(f"integer_linear {{dtype}} int{{bits}} {option}" for option in DECODE_LINEAR),
+            "widen {dtype} int{bits}",
+            *(f"linear {{dtype}} int{{bits}} {option}" for option in ("split residual", "gated with bias")),
+        )
+    ],
     "drafts": [
         *(f"drafts {dtype} {option}" for dtype in DTYPES[:2] for option in ("together", "alone")),
         *(f"paged_drafts {dtype}" for dtype in DTYPES),

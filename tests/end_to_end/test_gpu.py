@@ -85,7 +85,7 @@ def test_logits_in_16_bits_stand_as_near_the_truth_as_transformers(family, tmp_p
     assert (here - truth).abs().mean() < 1.25 * (there(dtype) - truth).abs().mean()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "gpt_oss_window"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "qwen3_moe", "gemma3_window", "gpt_oss_window"])
 def test_recorded_and_fused_steps_give_the_tokens_of_plain_ones(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
     recorded, llm = greedy(path, device="cuda")

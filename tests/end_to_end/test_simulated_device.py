@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.cli import inspect
+from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.errors import InvalidValueError, NanoinferError, OutOfMemoryError, UnsupportedError
 from nanoinfer.fast import batch_independence
 from nanoinfer.fast.cuda import accelerate
@@ -25,6 +26,8 @@ from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.features.distributed.runner import CALL
 from nanoinfer.features.hybrid.sizes import HybridSizes
 from nanoinfer.features.int8_cache.sizes import stored_in
+from nanoinfer.features.quantization.rounding import num_linear_bytes
+from nanoinfer.load import load
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.config_json import read_config
 from nanoinfer.loading.loader import load_model
@@ -277,7 +280,7 @@ def test_tokens_and_caches_of_replayed_steps_are_those_of_eager_steps(family, nu
     in_own_process(run_loads, save(family, tmp_path), num_loads)
 
 
-def run_counted(path, num_layers):
+def run_counted(path, num_layers, expected, per_layer):
     """What the graph of a steady step of one row launches. Its function is run once more, and counted."""
     params = SamplingParams(temperature=0.8, top_k=5, seed=1, max_tokens=3, ignore_eos=True, detokenize=False)
     with simulated() as device:
@@ -286,15 +289,22 @@ def run_counted(path, num_layers):
         [step] = [graph for key, graph in llm.engine.executor.batch.table.graphs.items() if key[0] == 1]
         device.reset_counts()
         step.replay.__self__.run()
-        launched = {name: num for name, num in device.launched.items() if name.startswith("_decode")}
-        assert launched == {"_decode_linear_kernel": 4 * num_layers, "_decode_attention_kernel": num_layers}
+        assert {name: device.launched[name] for name in expected} == {name: n * num_layers for name, n in expected.items()}
         # the embedding, the angles, the last norm, the head, four kernels of the draw, two of the advance
-        assert sum(device.launched.values()) == 5 * num_layers + 10, device.launched
+        assert sum(device.launched.values()) == per_layer * num_layers + 10, device.launched
 
 
-def test_a_step_of_one_row_has_five_kernels_a_layer_and_ten_more(tmp_path):
+# A norm that two products read, and the product of the router are kernels of their own.
+WITH_EXPERTS = dict.fromkeys(("_route_kernel", "_few_gated_kernel", "_few_down_kernel"), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected", "per_layer"),
+    [("qwen3", {"_decode_linear_kernel": 4, "_decode_attention_kernel": 1}, 5), ("qwen3_moe", WITH_EXPERTS, 8)],
+)
+def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_ten_more(family, expected, per_layer, tmp_path):
     """Qwen3-0.6B has 28 layers, so its step has 150 kernels."""
-    in_own_process(run_counted, save("qwen3", tmp_path, num_hidden_layers=3), 3)
+    in_own_process(run_counted, save(family, tmp_path, num_hidden_layers=3), 3, expected, per_layer)
 
 
 def run_drafts(path, config):
@@ -466,6 +476,57 @@ def test_a_compiled_model_takes_the_bytes_of_the_plain_one_whatever_its_family(t
     in_own_process(run_weights, [save(family, tmp_path / family) for family in FAMILIES])
 
 
+def clear_tokens(llm, prompts):
+    """Greedy tokens as long as the two largest logits differ by 8 roundings of bfloat16, which change no token then."""
+    params = replace(GREEDY, logprobs=2)
+    tokens = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        pairs = [sorted((one.logprob for one in ranks.values()), reverse=True) for ranks in output.outputs[0].logprobs]
+        is_clear = [first - second > 8 * 2**-8 * abs(first) for first, second, *_ in pairs]
+        tokens.append(output.outputs[0].token_ids[: [*is_clear, False].index(False)])
+    return tokens
+
+
+def rounded_weights_give_the_tokens_of_the_cpu(path):
+    """Of a model without moments, as an eager one. The device never has the matrices of linear layers in 16 bits."""
+    prompts, params = [[5, 6, 7] * 4, [3, 4, 1, 2, 8], [1, 2, 3] * 7, [11]], [GREEDY] * 4
+    cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**22, "logprobs_mode": "raw_logits"}
+    expected = {name: clear_tokens(LLM(path, quantization=name, **cpu), prompts) for name in BITS}
+    with simulated(mock.patch("nanoinfer.fast.cpu.calibration.find_moments", return_value={})) as device:
+        for name, clear in expected.items():
+            options = {"device": "sim", "quantization": name, "dtype": "float16"}
+            llm = LLM(path, kv_cache_memory=2**20, **options, **SETTINGS)
+            device.reset_counts()
+            tokens = tokens_of(llm, prompts, params)
+            assert device.waits == []
+            assert sum(map(len, clear)) > 8
+            assert [own[: len(some)] for own, some in zip(tokens, clear, strict=True)] == clear
+            tables = [owner.table.graphs for owner in (llm.engine.executor.runner.graphs, llm.engine.executor.batch)]
+            captured = [graph.replay.__self__ for graphs in tables for graph in graphs.values()]
+            launched = {launch.function.__name__ for graph in captured for launch in graph.launched}
+            assert launched >= {"_integer_linear_kernel", "_widen_kernel", "_decode_attention_kernel"}
+            llm.close()
+            del llm, tables, captured
+            check_bytes_of_rounded_weights(path, name, options, device)
+
+
+def check_bytes_of_rounded_weights(path, quantization, options, device):
+    gc.collect()
+    before = device.allocated
+    model = load(EngineConfig(model=str(path), **options))[0].model
+    placed = device.allocated
+    linears = [module.weight for module in model.modules() if type(module) is torch.nn.Linear]
+    kept = sum(weight.nbytes for weight in model.parameters() if all(weight is not one for one in linears))
+    assert placed - before == kept + model.rotary_emb.inv_freq.nbytes
+    device.peak = placed
+    compiled = compile_model(model, quantization)
+    rounded = num_linear_bytes(model, BITS[quantization])
+    scratch = max(weight.numel() for weight in linears) * 2
+    assert device.allocated - placed == rounded + scratch
+    assert device.peak - placed < sum(weight.numel() for weight in linears) * 2
+    assert compiled.compiled
+
+
 def every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu(path):
     """Of a backend without graphs, few_logits draws. With enforce_eager, the stages do."""
     with simulated() as device:
@@ -525,7 +586,7 @@ def the_cache_is_as_large_as_the_devices_memory_allows(path):
         with pytest.raises(InvalidValueError, match="lower kv_cache_memory"):
             LLM(path, device="sim", kv_cache_memory=2**50, **SETTINGS)
         device.total_bytes = device.allocated + 1000
-        with pytest.raises(OutOfMemoryError, match=r"the weights take .* GB, and 1e-06 GB are free on sim; use a"):
+        with pytest.raises(OutOfMemoryError, match=r"the weights take .* GB in float32, and 0\.0 GB are free on sim; use q"):
             LLM(path, device="sim", **SETTINGS)
 
 
@@ -606,6 +667,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
             for family in ("gpt2", "gemma3_window")
         ),
         (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
+        (rounded_weights_give_the_tokens_of_the_cpu, "qwen3"),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),
@@ -618,7 +680,8 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_on_a_device_that_is_not_the_cpu(run, family, tmp_path):
-    in_own_process(run, save(family, tmp_path))
+    wide = {"hidden_size": 64, "intermediate_size": 128} if run is rounded_weights_give_the_tokens_of_the_cpu else {}
+    in_own_process(run, save(family, tmp_path, **wide))
 
 
 # ---- faults of an engine, which the device must find

@@ -502,6 +502,7 @@ MODULE = SimpleNamespace(
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda seed: None,
     device_count=lambda: 1,
+    get_device_capability=lambda of=None: (8, 0),
     set_device=lambda of: None,
     device=lambda of: ExitStack(),
     synchronize=lambda of=None: device.wait("synchronize"),

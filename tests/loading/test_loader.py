@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -81,10 +81,19 @@ def test_what_needs_no_weights_is_checked_before_they_are_read(changed, options,
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_quantization_is_refused_on_a_gpu(monkeypatch, enforce_eager):
+def test_quantization_with_ranks_or_adapters_is_refused_on_a_gpu(monkeypatch, enforce_eager):
     monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="quantization='int8' runs on a CPU only, got device 'cuda'"):
-        load(EngineConfig(model="tiny-qwen3", quantization="int8", enforce_eager=enforce_eager))
+    invariant = {"scheduler": SchedulerConfig(batch_invariant=True)}
+    for name, more in {"enable_lora=True": {"enable_lora": True}, "batch_invariant=True": invariant}.items():
+        text = f"quantization='int8' with {name} runs on a CPU only, got device 'cuda'; leave one of the two out"
+        with pytest.raises(UnsupportedError, match=text):
+            load(EngineConfig(model="tiny-qwen3", quantization="int8", enforce_eager=enforce_eager, **more))
+
+
+def test_rounded_weights_compute_in_float16_on_a_gpu_only():
+    text = "quantization='int8' computes in bfloat16, got dtype='float16'; leave dtype out"
+    with pytest.raises(InvalidValueError, match=text):
+        load(EngineConfig(model="tiny-qwen3", quantization="int8", dtype="float16", device="cpu"))
 
 
 class OwnConfig(QwenConfig):

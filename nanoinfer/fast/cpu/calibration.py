@@ -154,6 +154,7 @@ def _measured(runtime: Runtime, engine: EngineConfig, ids: Sequence[int], compil
     runtime = replace(runtime, backend=KernelBackend.of(config, torch.float32))
     with progress_bar("calibrating", config.num_hidden_layers) as bar:
         whole: Any = compiled(model.eval()).model
+        runtime = replace(runtime, model=whole)  # on the CPU, also where the engine's model is on a GPU
         cache = runtime.make_cache(groups * len(sequences[0].block_table), 1)
         whole.compute_logits(hidden_rows(ModelRunner(whole, cache, runtime.begin_step), sequences, [[len(text)]]))
     return moments

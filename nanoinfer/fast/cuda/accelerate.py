@@ -12,9 +12,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import cast
 
+import torch
 from torch import nn
 
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import BITS, EngineConfig
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
@@ -23,41 +24,75 @@ from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
 from nanoinfer.fast.trace import copied
-from nanoinfer.models.qwen_moe import Experts
+from nanoinfer.features.quantization.rounding import Moments, check_sizes, quantize_model
+from nanoinfer.features.training.loaded_weights import LoadedWeights
+from nanoinfer.features.training.stored import device_of
 from nanoinfer.models.registry import Model
 from nanoinfer.sampling.routes import Route
 
 logger = logging.getLogger(__name__)
 
 
-def compile_model(model: nn.Module, *, is_invariant: bool = False) -> CompiledModel:
+def compile_model(
+    model: nn.Module,
+    quantization: str | None = None,
+    *,
+    is_invariant: bool = False,
+    weights: LoadedWeights | None = None,
+    moments: Moments | None = None,
+) -> CompiledModel:
     """Compile a model. Without Triton it runs as it is, which is logged.
 
-    is_invariant: whether rows have the same bits in any number of rows, in all linear layers (invariant.py).
+    Args:
+        model: a model with its weights on a GPU. If they are rounded, those of linear layers may be StoredParameters.
+        quantization: "int8" or "int4" rounds the weights of linear layers to 8 or 4 bits. None: they stay as they are.
+        is_invariant: whether rows in 16 bits have the same bits in any number of rows, in all linear layers (invariant.py).
+        weights: receives the rounded weights as kernels read them. None: nobody replaces them.
+        moments: how much the inputs count when weights are rounded to 4 bits. None: they all count the same.
+
+    Raises: UnsupportedError if the sizes of a layer do not fit the quantisation.
     """
+    if quantization:
+        check_sizes(model)
     report = CompiledModel(copied(model))
     try:
-        compile_for_cuda = import_module("nanoinfer.fast.cuda.compile").compile_for_cuda
+        compiling = import_module("nanoinfer.fast.cuda.compile")
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         report.left[""] = "triton is not installed"
         logger.info("triton is not installed: norms, rotations and gates run as torch's own operators, one after the other")
+        if quantization:
+            quantize_model(report.model, quantization, device_of(model))
         return report
-    if not is_invariant:
-        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model)
-    elif any(isinstance(module, Experts) for module in report.model.modules()):
-        logger.info("batch_invariant: experts run one after the other, since their kernels add in another order for few tokens")
-    compile_modules(report.model, partial(compile_for_cuda, merges={}, is_invariant=is_invariant), report)
-    if is_invariant:
-        import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
+    if not quantization:
+        import_module("nanoinfer.fast.cuda.experts").replace_experts(report.model, is_invariant=is_invariant)
+        lower = partial(compiling.compile_for_cuda, layers=compiling.Merges(), is_invariant=is_invariant)
+        compile_modules(report.model, lower, report)
+        if is_invariant:
+            import_module("nanoinfer.fast.cuda.invariant").make_linears_invariant(report.model)
+        return report
+    weights, moments = LoadedWeights() if weights is None else weights, moments or {}
+    layers = compiling.IntegerLayers(model, BITS[quantization], weights, moments)
+    with torch.inference_mode():
+        compile_modules(report.model, lambda trace: compiling.compile_for_cuda(trace, layers) + layers.finish(trace), report)
+        layers.replace_others(report.model)
     return report
 
 
+def _moments_of(runtime: Runtime) -> Moments:
+    """Find the moments on the CPU, whose kernels give the same on every machine. Empty: there are none, as the log says."""
+    from nanoinfer.fast.cpu import accelerate, calibration
+
+    return calibration.find_moments(runtime, accelerate.compile_model)
+
+
 def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
-    """Return a runtime with kernels and CUDA graphs."""
+    """Return a runtime with kernels and CUDA graphs. Raises: UnsupportedError as compile_model does."""
+    model, weights = cast(nn.Module, runtime.model), cast(LoadedWeights, runtime.weights)
     is_invariant = config.scheduler.batch_invariant
-    report = compile_model(cast(nn.Module, runtime.model), is_invariant=is_invariant)
+    moments = _moments_of(runtime) if config.quantization == "int4" else None
+    report = compile_model(model, config.quantization, is_invariant=is_invariant, weights=weights, moments=moments)
     backend, num_rows = runtime.backend, config.max_num_rows
     further: Sequence[RowNumbers] = ()
     if config.enable_lora and find_spec("triton"):

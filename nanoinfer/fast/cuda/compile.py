@@ -17,10 +17,11 @@ from nanoinfer.attention.dense import Keys, Queries, with_whole_heads
 from nanoinfer.attention.triton import Rotation, paged_attention, rotate_and_store
 from nanoinfer.fast.cuda import decode_kernels
 from nanoinfer.fast.cuda.decode_kernels import decode_attention, decode_linear
-from nanoinfer.fast.cuda.experts import KernelExperts
+from nanoinfer.fast.cuda.experts import fuse_experts
 from nanoinfer.fast.cuda.fused_kernels import Norm, angles, gate_and_mul, rms_norm
 from nanoinfer.fast.cuda.invariant import invariant_linear
 from nanoinfer.fast.cuda.linear_kernel import Arrivals, few_rows_linear, supports
+from nanoinfer.fast.cuda.quantized import IntegerLayers, IntegerLinear
 from nanoinfer.fast.fuse import ADD, MULTIPLY, RMS_NORMS, FusedLinear, FusedRotation, fuse
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.features.hybrid.groups import GroupedAttend
@@ -125,7 +126,7 @@ class FewRowsLinear(nn.Module):
     returned. None: there is no gate.
     """
 
-    def __init__(self, linear: nn.Linear, activation: str | None = None) -> None:
+    def __init__(self, linear: nn.Linear | IntegerLinear, activation: str | None = None) -> None:
         super().__init__()
         self.linear, self.activation, self.arrivals = linear, activation, Arrivals()
         self.norm: KernelRMSNorm | None = None
@@ -134,6 +135,10 @@ class FewRowsLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         linear, norm = self.linear, None if self.norm is None else norm_of(self.norm.norm)
         gate: dict[str, Any] = {} if self.activation is None else {"gated": True, "activation": self.activation}
+        if isinstance(linear, IntegerLinear):
+            if self.norm is not None and norm is not None and not linear.takes_norm(x, norm):
+                x, norm = self.norm(x), None
+            return cast(Tensor, linear(x, norm=norm, activation=self.activation))
         if self.is_invariant:
             x = x if self.norm is None else self.norm(x)
             return invariant_linear(x, linear.weight, linear.bias, **gate)
@@ -149,7 +154,7 @@ class FewRowsLinear(nn.Module):
 class AddedLinear(nn.Module):
     """Computes residual + linear(x) without a bias: addmm adds the product to the residual, in place if in_place."""
 
-    def __init__(self, linear: nn.Linear, *, in_place: bool) -> None:
+    def __init__(self, linear: nn.Linear | IntegerLinear, *, in_place: bool) -> None:
         super().__init__()
         self.linear, self.in_place, self.arrivals = linear, in_place, Arrivals()
         self.is_invariant = False
@@ -158,6 +163,8 @@ class AddedLinear(nn.Module):
         linear, in_place = self.linear, self.in_place
         if residual.shape != (len(x), linear.out_features) or residual.dtype is not x.dtype or x.ndim != 2:
             return residual + cast(Tensor, linear(x))
+        if isinstance(linear, IntegerLinear):
+            return cast(Tensor, linear(x, residual.contiguous(), in_place=in_place))
         if residual.is_contiguous():
             if self.is_invariant:
                 return invariant_linear(
@@ -173,15 +180,38 @@ class AddedLinear(nn.Module):
         return add(residual, x, linear.weight.t())
 
 
-# A linear layer -> the layers with which it was merged, and the layer that computes them.
-Merges = dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]]
+class Merges:
+    """Makes the linear layers of a model in 16 bits: larger ones in place of several with the same input."""
+
+    def __init__(self) -> None:
+        # A linear layer -> the layers with which it was merged, and the layer that computes them.
+        self.made: dict[nn.Linear, tuple[tuple[nn.Linear, ...], nn.Linear]] = {}
+
+    def merged(self, fused: FusedLinear, trace: Trace) -> nn.Linear | None:
+        """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
+
+        None: there is one layer, or a layer has to keep its own weight, because it is in another merge, or because the model
+        reads the weight itself.
+        """
+        linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
+        if len(linears) == 1:
+            return None
+        is_new = len(set(linears)) == len(linears) and not any(linear in self.made for linear in linears)
+        if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
+            self.made |= dict.fromkeys(linears, (linears, fused.merged()))
+        together, merged = self.made.get(linears[0], ((), None))
+        return merged if together == linears else None
+
+    def added(self, fused: FusedLinear) -> nn.Linear:
+        """Return the layer that computes the only layer of `fused`."""
+        return fused.linears[0]
 
 
-def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False) -> int:
+def compile_for_cuda(trace: Trace, layers: Merges | IntegerLayers, *, is_invariant: bool = False) -> int:
     """Compile a trace in place. Returns the number of operations that this package's kernels or larger products compute.
 
     Args:
-        merges: what the model's traces have merged so far, to which this trace adds.
+        layers: makes the linear layers of all traces of a model.
         is_invariant: whether the rows of products have the same bits in any number of rows (invariant.py).
     """
     fuse(trace)
@@ -196,9 +226,7 @@ def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False
         elif isinstance(module, RotaryEmbedding) and type(module).forward is RotaryEmbedding.forward and not has_hooks(module):
             faster = KernelAngles(module)
         elif isinstance(module, FusedLinear):
-            faster = _faster_linear(trace, node, module, merges)
-        elif isinstance(module, KernelExperts):
-            num_faster += 1
+            faster = _faster_linear(trace, node, module, layers)
         elif node.target == "__call__" and len(node.args) == 5:
             _rotate_in_attention(trace, node, *node.args)
         if faster is not None:
@@ -206,13 +234,14 @@ def compile_for_cuda(trace: Trace, merges: Merges, *, is_invariant: bool = False
             num_faster += 1
             if isinstance(faster, FewRowsLinear | AddedLinear):
                 faster.is_invariant = is_invariant
-    num_faster += _move_residuals_into_norms(trace, is_invariant=is_invariant)
+    num_faster += _move_residuals_into_norms(trace, layers, is_invariant=is_invariant)
     _move_norms_into_products(trace)
-    _add_adapters(trace, merges)
-    return num_faster
+    if isinstance(layers, Merges):  # integers have no adapters
+        _add_adapters(trace, layers)
+    return num_faster + fuse_experts(trace)
 
 
-def _move_residuals_into_norms(trace: Trace, *, is_invariant: bool) -> int:
+def _move_residuals_into_norms(trace: Trace, layers: Merges | IntegerLayers, *, is_invariant: bool) -> int:
     """Let a norm add the residual after it, and the kernels of few rows compute the product before it, as in Gemma 3.
 
     Returns the number of these products.
@@ -232,7 +261,7 @@ def _move_residuals_into_norms(trace: Trace, *, is_invariant: bool) -> int:
             product = normed.args[0]
             module = trace.module(product)
             if type(module) is FusedLinear and len(module.linears) == 1 and not (module.activation or product.kwargs):
-                faster = FewRowsLinear(module.linears[0])
+                faster = FewRowsLinear(layers.added(module))
                 faster.is_invariant = is_invariant
                 product.target = trace.name("kernel", faster)
                 num_products += 1
@@ -256,10 +285,10 @@ def _move_norms_into_products(trace: Trace) -> None:
 
 def _add_adapters(trace: Trace, merges: Merges) -> None:
     """Add the adapters of requests, which are hooks of layers, to the products of these layers."""
-    layers_of = {merged: linears for linears, merged in merges.values()}
+    layers_of = {merged: linears for linears, merged in merges.made.values()}
     for node in trace.graph.nodes:
         product = trace.module(node)
-        if not isinstance(product, FewRowsLinear | AddedLinear):
+        if not isinstance(product, FewRowsLinear | AddedLinear) or isinstance(product.linear, IntegerLinear):
             continue
         linears = layers_of.get(product.linear, (product.linear,))
         if any(linear._forward_hooks for linear in linears):
@@ -287,33 +316,20 @@ def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q
             trace.graph.erase_node(rotated)
 
 
-def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, merges: Merges) -> nn.Module | None:
+def _faster_linear(trace: Trace, node: fx.Node, module: FusedLinear, layers: Merges | IntegerLayers) -> nn.Module | None:
     """Return the module that computes a linear layer with others, or with the addition after it. None: it stays as it is."""
     factor, residual = node.kwargs.get("factor"), node.kwargs.get("residual")
     gate = trace.module(factor) if isinstance(factor, fx.Node) else None
     if isinstance(factor, fx.Node) and isinstance(gate, FusedLinear) and not residual and _is_gate(factor, gate, node, module):
-        gate_up = _merged(trace, FusedLinear(*gate.linears, *module.linears), merges)
+        gate_up = layers.merged(FusedLinear(*gate.linears, *module.linears), trace)
         if gate_up is not None:
             node.kwargs = {}
             trace.graph.erase_node(factor)
             return FewRowsLinear(gate_up, gate.activation)
     if isinstance(residual, fx.Node) and factor is None and module.activation is None and module.linears[0].bias is None:
-        return AddedLinear(module.linears[0], in_place=_is_last_use(trace, residual, node))
-    merged = _merged(trace, module, merges) if len(module.linears) > 1 and not node.kwargs else None
+        return AddedLinear(layers.added(module), in_place=_is_last_use(trace, residual, node))
+    merged = None if node.kwargs or module.activation else layers.merged(module, trace)
     return None if merged is None else FewRowsLinear(merged)
-
-
-def _merged(trace: Trace, fused: FusedLinear, merges: Merges) -> nn.Linear | None:
-    """Return a layer that computes the layers of `fused`, whose weights become views of its weight.
-
-    None: a layer has to keep its own weight, because it is in another merge, or because the model reads the weight itself.
-    """
-    linears, read = fused.linears, {value for value in trace.owned.values() if isinstance(value, nn.Parameter)}
-    is_new = len(set(linears)) == len(linears) and not any(linear in merges for linear in linears)
-    if is_new and read.isdisjoint(weight for linear in linears for weight in linear.parameters()):
-        merges |= dict.fromkeys(linears, (linears, fused.merged()))
-    together, merged = merges.get(linears[0], ((), None))
-    return merged if together == linears else None
 
 
 def _is_gate(factor: fx.Node, gate: FusedLinear, node: fx.Node, module: FusedLinear) -> bool:

@@ -8,6 +8,8 @@ In: the rows of a step, a layer's weights, the KV cache. Out: what the plain mod
     decode_linear      gate and up with the norm before them, silu(gate) * up
     decode_linear      down and the residual
 
+Gemma 3 has two more, the norms after o and down, each of which adds the residual (fused_kernels.py).
+
 With one row a GPU's step is bound by reading weights and by the start of each kernel (2.8 us on an H100). So there are few
 kernels, and each begins with what it can do early, while the one before it still runs (programmatic dependent launch, PDL):
 
@@ -141,6 +143,30 @@ def _new_keys(seq_lens, slots, table, seq_len, num_rows, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
+def _queries(
+    q, row, first_decodes, num_queries, seq_len, cos, sin, weight, eps, factor, q_stride, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Return a program's queries, [ROWS, DIM], normed and rotated, and the position of each. q: where the first row's begin."""
+    heads = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)[None, :]
+    if first_decodes is None:
+        positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
+        query = _rotated(
+            q, row, cos, sin, weight, eps, factor, heads[:, None], dims, GROUP, HEAD_DIM, ROTATED, ZERO_CENTRED
+        )  # fmt: skip
+    else:
+        index = tl.minimum(heads // GROUP, num_queries - 1)  # of each row's query. Rows that pad have the last one
+        positions = seq_len - num_queries + index
+        index = index[:, None]
+        query = _rotated(
+            q + index * q_stride, row + index, cos, sin, weight, eps, factor, heads[:, None] % GROUP, dims, GROUP, HEAD_DIM,
+            ROTATED, ZERO_CENTRED,
+        )  # fmt: skip
+    return query, positions
+
+
+@triton.jit
 def _with_new_keys(
     query, m, l, o, k, v, k_pages, v_pages, k_scales, v_scales, slots, row, num_queries, positions, kv_head, new_keys, is_seen,
     cos, sin, k_weight, k_eps, k_stride, v_stride, num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
@@ -216,10 +242,9 @@ def _merge_if_last(
 def _decode_attention_kernel(
     q, k, v, out, k_pages, v_pages, k_scales, v_scales, slots, seq_lens, block_tables, first_decodes, cos, sin, weight, eps,
     k_weight, k_eps, factor, sinks, partial_m, partial_l, partial_o, num_arrived, q_stride, k_stride, v_stride, table_stride,
-    num_rows, scale,
-    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr,
-    MAX_ROWS: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
+    num_rows, scale, BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr, MAX_ROWS: tl.constexpr, ROTATED: tl.constexpr, ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over one split of a row's keys per program, with the queries that share a KV head. The last program merges.
 
@@ -228,11 +253,7 @@ def _decode_attention_kernel(
     program computes up to QUERIES rows of such a sequence, as `_decode_kernel` does.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    heads = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIM)
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_queries = 1
     if first_decodes is not None:
         num_queries = _num_queries(first_decodes, row, num_rows, QUERIES)
@@ -246,31 +267,21 @@ def _decode_attention_kernel(
     if WINDOW:
         begin = tl.maximum(seq_len - (num_queries - 1) - WINDOW, 0)
     split_size = tl.cdiv(tl.cdiv(tl.maximum(num_old - begin, 0), NUM_SPLITS), TILE) * TILE
-    first_key = begin + split * split_size
-    last_key = tl.minimum(first_key + split_size, num_old)
+    first_key, last_key = begin + split * split_size, tl.minimum(begin + (split + 1) * split_size, num_old)
     keys = first_key + tl.arange(0, TILE)
     k_tile, v_tile, k_scale, v_scale = _load_tile(
-        k_pages, v_pages, k_scales, v_scales, table, kv_head, keys, last_key, dims, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM
+        k_pages, v_pages, k_scales, v_scales, table, kv_head, keys, last_key, tl.arange(0, DIM), BLOCK_SIZE, NUM_KV_HEADS,
+        HEAD_DIM,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-
-    queries = q + row * q_stride + kv_head * GROUP * HEAD_DIM
-    positions = tl.zeros([ROWS], tl.int32) + seq_len - 1
-    if first_decodes is None:
-        query = _rotated(
-            queries, row, cos, sin, weight, eps, factor, heads[:, None], dims[None, :], GROUP, HEAD_DIM, ROTATED, ZERO_CENTRED
-        )  # fmt: skip
-    else:
-        if num_queries == 0:
-            return
-        index = tl.minimum(heads // GROUP, num_queries - 1)[:, None]  # of each row's query. Rows that pad have the last one
-        query = _rotated(
-            queries + index * q_stride, row + index, cos, sin, weight, eps, factor, heads[:, None] % GROUP, dims[None, :],
-            GROUP, HEAD_DIM, ROTATED, ZERO_CENTRED,
-        )  # fmt: skip
-        positions = seq_len - num_queries + tl.minimum(heads // GROUP, num_queries - 1)
+    if first_decodes is not None and num_queries == 0:
+        return
+    query, positions = _queries(
+        q + row * q_stride + kv_head * GROUP * HEAD_DIM, row, first_decodes, num_queries, seq_len, cos, sin, weight, eps,
+        factor, q_stride, GROUP, HEAD_DIM, DIM, ROWS, ROTATED, ZERO_CENTRED,
+    )  # fmt: skip
     tile = query.to(q.dtype.element_ty)
     m, l, o = _no_keys(ROWS, DIM)
     m, l, o = _with_tile(tile, k_tile, v_tile, k_scale, v_scale, m, l, o, keys, last_key, positions, scale, WINDOW)

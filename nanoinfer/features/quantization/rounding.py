@@ -64,10 +64,10 @@ class HasIntegers(Protocol):
 class QuantizedLinear(nn.Module):
     """A linear layer whose weight is widened at each call, which saves memory but no time."""
 
-    def __init__(self, linear: nn.Linear, bits: int) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
         pieces = [(piece.integers, piece.scales, piece.zeros) for piece in quantized([linear.weight], bits)]
-        self.weight = QuantizedWeight(bits, *map(torch.cat, zip(*pieces, strict=True)))
+        self.weight = QuantizedWeight(bits, *(torch.cat(arrays).to(device) for arrays in zip(*pieces, strict=True)))
         self.bias = linear.bias
         self._forward_hooks = linear._forward_hooks  # so that an adapter's hooks (features/adapters) stay
 
@@ -75,15 +75,15 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.weight.widened().to(x.dtype), self.bias)
 
 
-def quantize_model(model: nn.Module, quantization: str) -> None:
-    """Replace every nn.Linear by a QuantizedLinear, in place. Embeddings keep their tables."""
+def quantize_model(model: nn.Module, quantization: str, device: torch.device | str = "cpu") -> None:
+    """Replace every nn.Linear by a QuantizedLinear on a device, in place. Embeddings keep their tables."""
     check_sizes(model)
     linears = [(path, module) for path, module in model.named_modules() if type(module) is nn.Linear]
     if quantization == "int4" and any(stored_integers(linear.weight, 4) is None for _, linear in linears):
-        logger.warning(WITHOUT_CALIBRATION, "only torch computes, as with enforce_eager and without a C++ compiler")
+        logger.warning(WITHOUT_CALIBRATION, "only torch computes, as with enforce_eager and without a compiler")
     for path, linear in linears:
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization]))
+        setattr(model.get_submodule(parent), name, QuantizedLinear(linear, BITS[quantization], device))
 
 
 def check_sizes(model: nn.Module) -> None:
@@ -131,8 +131,10 @@ def num_weight_bytes(model: nn.Module, quantization: str) -> int:
     return num_linear_bytes(model, bits) + kept * torch.bfloat16.itemsize
 
 
-def compare_memory(model: nn.Module, dtype: torch.dtype, config: EngineConfig, num_stored_bits: float, num_ranks: int) -> None:
-    """Refuse weights that this machine cannot hold, and log what `quantization` would save for a quantised file.
+def compare_memory(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, config: EngineConfig, num_stored_bits: float, num_ranks: int
+) -> None:
+    """Refuse weights that the device cannot hold, and log what `quantization` would save for a quantised file.
 
     num_stored_bits: those of a weight in the files, on average. num_ranks: the processes that load at the same time.
     """
@@ -151,7 +153,7 @@ def compare_memory(model: nn.Module, dtype: torch.dtype, config: EngineConfig, n
         needed += (copy := num_linear_bytes(model, config.bits_of_copy))
         text += f", and their copy in {config.bits_of_copy} bits, which drafts, {copy / 1e9:.1f} GB"
         hint = f"leave out speculative_config, or {hint}"
-    check_bytes(needed, text, hint, num_ranks)
+    check_bytes(needed, device, text, hint, num_ranks)
 
 
 def _linear_weights(model: nn.Module) -> set[Tensor]:

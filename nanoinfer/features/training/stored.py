@@ -6,7 +6,7 @@ StoredParameters. `load` reads those that no kernel has taken.
 
 import math
 from collections.abc import Container, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class StoredParameter(nn.Parameter):
         parameter.source, parameter.identity = source, identity
         return parameter
 
+    def to(self, *args: Any, **kwargs: Any) -> "StoredParameter":
+        """Return the parameter itself, which has no numbers to be moved to a device."""
+        return self
+
 
 def store(model: nn.Module, sources: Sources, kept: Container[Tensor] | None = None, identity: Identity | None = None) -> None:
     """Replace the parameters in `kept` by StoredParameters. None: all parameters."""
@@ -48,6 +52,11 @@ def store(model: nn.Module, sources: Sources, kept: Container[Tensor] | None = N
 def load(model: nn.Module, device: torch.device) -> None:
     """Read the StoredParameters of a model into memory."""
     fill(model, {weight: weight.source for weight in model.parameters() if isinstance(weight, StoredParameter)}, device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the parameters that have their numbers."""
+    return next(weight.device for weight in model.parameters() if not isinstance(weight, StoredParameter))
 
 
 def pieces_of(weight: Tensor) -> Iterator[Tensor]:

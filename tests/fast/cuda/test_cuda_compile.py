@@ -66,7 +66,7 @@ def kernels_of(model):
         ("qwen3", "float32"),
         ("qwen3", HALF),
         ("qwen2_moe", "float32"),
-        ("gpt_oss_window", HALF),
+        ("gpt_oss_window", "float32"),
         ("gemma3_window", HALF),
     ],
 )

@@ -196,22 +196,30 @@ def decode_step(model, cache, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3_window"])
-def test_a_layer_of_few_rows_has_five_launches(family, tmp_path, monkeypatch):
-    """And one more for each norm, rotation or merge in a larger step, whose numbers are the same. Gemma 3 has two more."""
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("qwen2", None), ("qwen3", None), ("llama", None), ("gemma3_window", None), ("qwen2", "int4"), ("gemma3_window", "int8")],
+)
+def test_a_layer_of_few_rows_has_five_launches(family, quantization, tmp_path, monkeypatch):
+    """And one more for each norm, rotation or merge in a larger step, whose numbers are the same. Gemma 3 has two more.
+
+    Weights in 8 or 4 bits are widened in a larger step.
+    """
     num_angles, num_more = (2, 2) if family == "gemma3_window" else (1, 0)
-    path = tiny_models.save(family, tmp_path)
+    path = tiny_models.save(family, tmp_path, **({"hidden_size": 64, "intermediate_size": 128} if quantization else {}))
     model = loader.load_model(Checkpoint.open(str(path)), "float32", DEVICE)
-    compiled, config, found = compile_model(model).model, model.config, []
+    compiled, config, found = compile_model(model, quantization).model, model.config, []
     for max_rows in (MAX_ROWS, 0):
         monkeypatch.setattr(decode_kernels, "MAX_ROWS", max_rows)
         cache = cache_of(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         with launched() as launches, torch.inference_mode():
             found.append([decode_step(compiled, cache, [6, 0, 33]), *cache.pages])
         names = [name for name, _ in launches]
-        product, attention = "_decode_linear_kernel", "_decode_attention_kernel"
+        product, attention = "_integer_linear_kernel" if quantization else "_decode_linear_kernel", "_decode_attention_kernel"
         after = ["_rms_norm_kernel"] * (num_more // 2)
         layer = [product, attention, product, *after, product, product, *after]
-        layer = layer if max_rows else names[num_angles : num_angles + 6 + num_more]
+        num_launches = (len(names) - 1 - num_angles) // config.num_hidden_layers
+        layer = layer if max_rows else names[num_angles : num_angles + num_launches]
+        assert max_rows or ("_widen_kernel" in layer) == bool(quantization)
         assert names == [*["_angles_kernel"] * num_angles, *layer * config.num_hidden_layers, "_rms_norm_kernel"]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)

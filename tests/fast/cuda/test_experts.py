@@ -44,8 +44,17 @@ def test_a_row_has_the_same_bits_among_other_rows_and_however_many_pairs_are_lis
     kernels, given = KernelExperts(mixture()), routed(40)
     together = kernels(*given)
     assert torch.equal(together[3:9], kernels(*(tensor[3:9] for tensor in given)))
+    assert torch.equal(together[3:4], KernelExperts(mixture(), is_invariant=True)(*(tensor[3:4] for tensor in given)))
     monkeypatch.setattr(experts, "_LISTED", 16)
     assert torch.equal(together, kernels(*given))
+
+
+def test_sizes_of_tiles_are_powers_of_two_however_many_experts_a_row_has():
+    sizes = [
+        experts._columns_and_tile(size, inner, 2 * k, 1) for size in (9000, 300) for inner in (70, 768) for k in range(1, 11)
+    ]
+    assert all(number & (number - 1) == 0 < number for pair in sizes for number in pair)
+    assert max(columns for columns, _ in sizes) > 1
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is off")
