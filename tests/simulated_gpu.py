@@ -38,6 +38,8 @@ from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache
+from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.layers import RotaryEmbedding
@@ -181,7 +183,7 @@ DTYPES = (  # of parameters by name. All others have the model's dtype
     | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
     | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
-    | dict.fromkeys(("temperature", "min_p"), torch.float32)
+    | dict.fromkeys(("temperature", "min_p", "k_scales", "v_scales"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
     | {"greedy": torch.bool, "scales": torch.float32, "zeros": torch.uint8}
     | dict.fromkeys(("counts", "pairs", "first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
@@ -202,8 +204,9 @@ class Launch:
         """Raise AssertionError if the grid or an argument is not what the kernel assumes."""
         assert all(1 <= size <= limit for size, limit in zip(self.grid, MAX_GRID, strict=False)), (self.kernel, self.grid)
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        dtypes = DTYPES | (dict.fromkeys(("k_pages", "v_pages"), torch.int8) if "k_scales" in tensors else {})
         for name, tensor in tensors.items():
-            expected = torch.uint8 if name == "weight" and self.arguments.get("BITS") else DTYPES.get(name, dtype)
+            expected = torch.uint8 if name == "weight" and self.arguments.get("BITS") else dtypes.get(name, dtype)
             assert tensor.dtype is expected, (self.kernel, name, tensor.dtype)
             assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
         for name, formula in REACH[self.kernel].items():
@@ -283,16 +286,18 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
     models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     if name not in WITH_EXPERTS and dtype is not torch.float32:
         models += [compile_model(model, quantization).model for quantization in BITS]
-    cache = KVCache(
-        num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim, dtype=dtype, device="meta",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
+        "device": "meta",
+    }  # fmt: skip
+    cache = KVCache(**sizes, head_dim=model.config.head_dim, dtype=dtype)
+    int8_cache = SplitInt8Cache(**sizes, head_dim=model.config.head_dim + SCALE_BYTES, dtype=torch.int8)
     for lengths, num_drafts in plans().values():
         batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
-        attend = TritonBackend().begin_step(cache, batch.attention)
+        attend, in_int8 = (TritonBackend().begin_step(each, batch.attention) for each in (cache, int8_cache))
         with torch.inference_mode():
             others = lambda *heads, **options: attend(*heads, **options)  # noqa: B023, E731  which is no backend's
-            for model, each in itertools.product(models, (attend, others)):
+            for model, each in (*itertools.product(models, (attend, others)), (models[0], in_int8)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     q, angles = torch.empty(3, 2, 256, dtype=dtype, device="meta"), torch.empty(3, 1, 64, dtype=dtype, device="meta")
@@ -348,6 +353,8 @@ def resources(compiled: Any) -> dict[str, int]:
 def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict[tuple[str, str, str], dict[str, int]]:
     """Compile the launches of models and check them. Return a kernel's largest resources by (kernel, dtype, model).
 
+    A kernel that reads or writes a cache of 8 bits counts as another one.
+
     Raises:
         AssertionError: a kernel that needs more than the architecture has, is launched with wrong arguments, or not at all.
     """
@@ -365,7 +372,8 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"
             for launch in {launch.compiled.hash: launch for launch in launches}.values():
-                key = launch.kernel, str(dtype).removeprefix("torch."), name
+                kernel = launch.kernel + " of int8" * (launch.arguments.get("k_scales") is not None)
+                key = kernel, str(dtype).removeprefix("torch."), name
                 used = resources(launch.compiled)
                 found[key] = {part: max(count, found.get(key, used)[part]) for part, count in used.items()}
                 assert used["shared"] <= 1024 * KB_OF_SHARED_MEMORY[arch], (key, used)

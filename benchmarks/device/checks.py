@@ -17,11 +17,13 @@ from nanoinfer.system import environment
 ROOT = Path(__file__).parents[2]
 TESTS = (
     "tests/attention/test_triton.py",
+    "tests/attention/test_flash.py",
     "tests/end_to_end/test_gpu.py",
     "tests/fast/cuda/test_layouts.py",
     "tests/fast/cuda/test_cuda_compile.py",
     "tests/fast/cuda/test_decode_kernels.py",
     "tests/fast/cuda/test_quantized.py",
+    "tests/fast/cuda/test_experts.py",
     "tests/fast/cuda/test_lora.py",
     "tests/fast/cuda/test_invariant.py",
     "tests/fast/sampling/test_few_logits.py",

@@ -310,11 +310,22 @@ def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_te
 def run_drafts(path, config):
     """Drafts of what the prompt or the model itself says. One answer repeats a token of the prompt."""
     params = [SamplingParams(temperature=0, max_tokens=4, logit_bias={5: 100.0}, detokenize=False), DRAWN]
-    expected = expected_tokens(path, params=params)
+    expected, num_shared = expected_tokens(path, params=params), []
     with simulated() as device:
+        from tests.helpers import simulated_device
+
+        def observed(kernel, args, kwargs):
+            firsts = dict(zip(kernel.arg_names, args, strict=False)).get("first_decodes")
+            if firsts is not None:
+                num_shared.append(len(firsts) - len(firsts.unique()))
+            interpreted(kernel, args, kwargs)
+
+        interpreted = simulated_device.run_kernel
         llm = LLM(path, device="sim", kv_cache_memory=2**20, speculative_config=config | {"adaptive": False}, **SETTINGS)
         device.reset_counts()
-        assert tokens_of(llm, params=params) == expected
+        with mock.patch.object(simulated_device, "run_kernel", observed):
+            assert tokens_of(llm, params=params) == expected
+        assert set(num_shared) >= {0, 2}, "decodes that share a program, in replays and in steps without drafts"
         assert llm.engine.planner.counts.num_accepted_tokens
         assert device.waits == []
 
@@ -397,16 +408,24 @@ def adapters_give_the_tokens_of_the_cpu(path):
             device.reset_counts()
             assert tokens_of(llm, prompts, params, lora_request=order) == answers
             assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}
-        graphs = llm.engine.executor.runner.graphs.table.graphs
-        assert None not in graphs.values()
-        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
-        assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
-        device.reset_counts()
-        assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
-        device.reset_counts()
-        tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5)
-        assert device.waits == []
-        assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+        graphs = llm.engine.executor.runner.graphs
+        for request, own in ((requests[1], graphs.adapted.table.graphs), (None, graphs.plain.table.graphs)):
+            for _ in range(2):
+                device.reset_counts()
+                tokens_of(llm, prompts, params, lora_request=[request] * 5)
+            assert device.waits == []
+            assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+            assert None not in own.values()
+            replayed = [shape for shape, graph in own.items() if graph.replay.__self__.num_replays]
+            assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
+        tables, num_launched = (graphs.adapted.table.graphs, graphs.plain.table.graphs), []
+        shape = next(shape for shape in tables[0] if shape in tables[1])
+        for table in tables:
+            device.reset_counts()
+            table[shape].replay.__self__.run()
+            num_launched.append(sum(device.launched[name] for name in device.launched if name.startswith("_")))
+        num_layers = llm.engine.executor.runner.cache.num_layers
+        assert num_launched[0] - num_launched[1] >= 8 * num_layers  # two kernels for each product
 
 
 def weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back(path):
