@@ -98,7 +98,7 @@ OF_TORCH_FAULTS = {  # changed arguments, and the reason if they are refused
 }
 
 
-@pytest.mark.skipif(DEVICE == CUDA, reason="would read outside the tensors")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would read outside the tensors")
 @pytest.mark.parametrize("fault", OF_TORCH_FAULTS)
 def test_an_injected_fault_in_an_argument_of_torchs_is_refused_or_noticed(torchs_flash, fault, monkeypatch):
     change, reason = OF_TORCH_FAULTS[fault]
@@ -111,7 +111,7 @@ def test_an_injected_fault_in_an_argument_of_torchs_is_refused_or_noticed(torchs
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(DEVICE == CUDA, reason="the kernel is interpreted")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is interpreted")
 def test_one_kernel_stores_keys_and_values_where_there_is_triton(flash, monkeypatch):
     pytest.importorskip("triton")
     from tests.helpers import triton_interpreter  # noqa: F401
