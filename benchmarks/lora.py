@@ -45,11 +45,16 @@ def write_adapters(folder: str, out: Path, num: int, rank: int) -> list[LoRARequ
     return requests
 
 
-def measure(folder: str, dtype: str, *, rows: int, adapters: int, rank: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Return the medians in seconds of `rows` answers of `tokens` tokens, by a plain model and by one with adapters."""
+def measure(
+    folder: str, dtype: str, *, rows: int, adapters: int, rank: int, tokens: int, rounds: int, **engine: Any
+) -> dict[str, float]:
+    """Return the medians in seconds of `rows` answers of `tokens` tokens, by a plain model and by one with adapters.
+
+    engine: further arguments of LLM.
+    """
     with tempfile.TemporaryDirectory() as out:
         requests = write_adapters(folder, Path(out), adapters, rank)
-        options: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": 2**28, "max_num_seqs": rows}
+        options: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": 2**28, "max_num_seqs": rows} | engine
         plain = LLM(folder, **options)
         adapted = LLM(folder, **options, enable_lora=True, max_loras=adapters, max_lora_rank=rank)
         prompts = [[i % plain.info.vocab_size] * 16 for i in range(rows)]

@@ -1,9 +1,9 @@
 """Write the header of every notebook's first cell: what it answers, minutes, prerequisites, picture, links, the Colab badge.
 
 The author writes the title and the introduction. Everything below the line `<!-- header -->` is written here, from the table
-`NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d10). `python notebooks/header.py`
+`NOTEBOOKS`. Its order is that of the files' names: the course, then the deep dives (d1 to d11). `python notebooks/header.py`
 rewrites the cells, and a test compares them. It also folds the cells that draw, and writes the tables of README.md, the map of
-the notebooks, and links to files of the repository, and gpu.ipynb, as the repository's address says (tools/address.py).
+the notebooks, and links to files of the repository, as the repository's address says (tools/address.py).
 """
 
 import re
@@ -261,6 +261,13 @@ NOTEBOOKS = {
         ("scheduler", "server"),
         ("04", "05", "06"),
     ),
+    "d11_on_a_gpu": Header(
+        "who launches the kernels of a step, what a graph keeps, and when a smaller cache helps more than smaller weights.",
+        35,
+        ("fast/cuda/graphs.py", "fast/cuda/steady.py", "fast/cuda/decode_kernels.py"),
+        ("kernels", "weights", "KV cache"),
+        ("03", "04"),
+    ),
 }
 
 TRACK = {  # the course in three hours: what to read of a notebook, and how many minutes that takes. Tasks follow, see README.md
@@ -327,28 +334,6 @@ def badge_of(repository: str, notebook: str) -> str:
     return f"[{picture}]({colab_of(repository, notebook)})"
 
 
-def gpu_cells(repository: str | None = REPOSITORY) -> tuple[str, str]:
-    """The first two cells of gpu.ipynb: what to do, and the installation."""
-    if repository is None:
-        badge, page = "", "a message to the authors"
-        start = (
-            "# In Colab and Kaggle, upload an archive of the checkout (`git archive`) first, and unpack it here.\n%cd nanoinfer"
-        )
-    else:
-        badge, page = f"{badge_of(repository, 'gpu.ipynb')} ", f"[an issue]({repository}/issues)"
-        start = f"!git clone -q {repository}\n%cd {repository.rsplit('/', 1)[1]}"
-    text = f"""# nanoinfer on a GPU
-
-{badge}This is no chapter of the course: it
-tests and measures the GPU of Colab or Kaggle, or your own, and prints a block of Markdown.
-
-1. Choose a GPU. Colab: *Runtime*, *Change runtime type*, *T4 GPU*. Kaggle: *Settings*, *Accelerator*, and turn *Internet* on.
-2. Run both cells. Nothing is downloaded but the packages, because the models have random weights.
-3. Paste the block, from its first `##` to the end, into {page}.
-   [BENCHMARKS.md](../BENCHMARKS.md) says how to read it."""
-    return with_links(text, repository), f"{start}\n%pip install -e . pytest hypothesis"
-
-
 def with_tables(text: str) -> str:
     """The text of README.md with the tables of the notebooks: question, minutes, what to read first, tasks to write then."""
     tasks = tomllib.loads((FOLDER.parent / "nanoinfer_course" / "learn" / "tasks.toml").read_text(encoding="utf-8"))
@@ -384,9 +369,6 @@ def main() -> None:
             else:
                 cell.source = with_links(cell.source)
         nbformat.write(notebook, path)
-    gpu = nbformat.read(FOLDER / "gpu.ipynb", as_version=4)
-    gpu.cells[0].source, gpu.cells[1].source = gpu_cells()
-    nbformat.write(gpu, FOLDER / "gpu.ipynb")
     page = FOLDER / "README.md"
     page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 

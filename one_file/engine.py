@@ -1729,7 +1729,7 @@ def _put(static: Tensor, new: Tensor, value: int) -> None:
         static[num_rows:] = value
         static = static[:num_rows]
     if num_rows:
-        (static if new.ndim == 1 else static[:, : new.shape[1]]).copy_(new)
+        (static if new.ndim == 1 else static[..., : new.shape[-1]]).copy_(new)
 
 
 def capture_sizes(max_num_rows: int) -> list[int]:

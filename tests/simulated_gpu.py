@@ -32,11 +32,14 @@ from triton.runtime.jit import JITFunction
 
 from nanoinfer.attention.kv_cache import KVCache
 from nanoinfer.attention.triton import Rotation, TritonBackend, copy_blocks, rotate_and_store
+from nanoinfer.config import BITS
 from nanoinfer.execution.forward_batch import ForwardBatch
 from nanoinfer.fast.cuda.accelerate import compile_model
 from nanoinfer.fast.cuda.draw_kernel import choose
 from nanoinfer.fast.cuda.lora import LowRankUpdates, RowIndices
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache
+from nanoinfer.features.int8_cache.sizes import SCALE_BYTES
 from nanoinfer.models.gemma3 import Gemma3ForCausalLM
 from nanoinfer.models.gpt_oss import GptOssForCausalLM
 from nanoinfer.models.layers import RotaryEmbedding
@@ -84,6 +87,10 @@ ROWS = dict.fromkeys(("greedy", "temperature", "min_p", "top_k", "top_p", "u"), 
 LINEAR = {
     "x": "(num_rows - 1) * x_stride + NUM_IN", "weight": "(1 + GATED) * NUM_OUT * NUM_IN", "out": "num_rows * NUM_OUT",
 }  # fmt: skip
+INTEGERS = {  # BITS is 0 for a weight of the dtype
+    "weight": "(1 + GATED) * NUM_OUT * NUM_IN * (BITS or 8) // 8",
+    **dict.fromkeys(("scales", "zeros"), "(1 + GATED) * NUM_OUT * NUM_IN // GROUP"),
+}
 REACH: dict[str, dict[str, str]] = {
     "_rms_norm_kernel": {**dict.fromkeys(("x", "residual", "out"), "grid[0] * SIZE"), "weight": "SIZE"},
     "_gate_kernel": {"gate_up": "grid[0] * 2 * SIZE", "out": "grid[0] * SIZE"},
@@ -102,8 +109,12 @@ REACH: dict[str, dict[str, str]] = {
         **dict.fromkeys(("partial_m", "partial_l"), "grid[0] * NUM_SPLITS"),
         "partial_o": "grid[0] * NUM_SPLITS * HEAD_DIM", "out": "grid[0] * HEAD_DIM",
     },
-    "_linear_kernel": LINEAR | {
+    "_linear_kernel": LINEAR | INTEGERS | {
         "partial": "grid[1] * ROWS * grid[0] * COLUMNS", "num_arrived": "grid[0]",
+    },
+    "_integer_linear_kernel": LINEAR | INTEGERS | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
+    "_widen_kernel": {name: formula.replace("(1 + GATED) * ", "") for name, formula in INTEGERS.items()} | {
+        "out": "NUM_OUT * NUM_IN",
     },
     "_invariant_linear_kernel": LINEAR | {"residual": "num_rows * NUM_OUT"},
     "_decode_linear_kernel": LINEAR | {"norm": "NUM_IN", "residual": "num_rows * NUM_OUT"},
@@ -166,14 +177,15 @@ WITH_EXPERTS = "gpt-oss-20b", "Qwen3-30B-A3B"
 OF_EXPERTS = {
     "_few_gated_kernel", "_few_down_kernel", "_route_kernel", "_list_kernel", "_grouped_kernel", "_sum_pairs_kernel"
 }  # fmt: skip
+OF_INTEGERS = {"_integer_linear_kernel", "_widen_kernel"}
 DTYPES = (  # of parameters by name. All others have the model's dtype
     dict.fromkeys(("slots", "sources", "targets", "chosen", "query_start_loc", "seq_lens", "sums", "token_ids"), torch.int64)
     | {"indices": torch.int64, "products": torch.float32, "factors": torch.float32, "starts": torch.int32}
     | dict.fromkeys(("first_decodes", "bounds", "top_k", "seeds", "positions"), torch.int64)
     | dict.fromkeys(("partial_m", "partial_l", "partial_o", "sinks", "maxima", "section_maxima"), torch.float32)
-    | dict.fromkeys(("temperature", "min_p"), torch.float32)
+    | dict.fromkeys(("temperature", "min_p", "k_scales", "v_scales"), torch.float32)
     | dict.fromkeys(("top_p", "u"), torch.float64)
-    | {"greedy": torch.bool}
+    | {"greedy": torch.bool, "scales": torch.float32, "zeros": torch.uint8}
     | dict.fromkeys(("counts", "pairs", "first_ids", "listed", "num_listed", "block_tables", "num_arrived"), torch.int32)
     | dict.fromkeys(("inv_freq", "partial", "routing"), torch.float32)
 )
@@ -192,8 +204,10 @@ class Launch:
         """Raise AssertionError if the grid or an argument is not what the kernel assumes."""
         assert all(1 <= size <= limit for size, limit in zip(self.grid, MAX_GRID, strict=False)), (self.kernel, self.grid)
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        dtypes = DTYPES | (dict.fromkeys(("k_pages", "v_pages"), torch.int8) if "k_scales" in tensors else {})
         for name, tensor in tensors.items():
-            assert tensor.dtype is DTYPES.get(name, dtype), (self.kernel, name, tensor.dtype)
+            expected = torch.uint8 if name == "weight" and self.arguments.get("BITS") else dtypes.get(name, dtype)
+            assert tensor.dtype is expected, (self.kernel, name, tensor.dtype)
             assert tensor.stride(-1) == 1, (self.kernel, name, tensor.stride())
         for name, formula in REACH[self.kernel].items():
             if name not in tensors:  # it is optional
@@ -270,16 +284,20 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
         if isinstance(module, RotaryEmbedding):
             module.float()  # as the loader leaves it
     models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
-    cache = KVCache(
-        num_layers=1, num_blocks=4096, block_size=block_size, num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim, dtype=dtype, device="meta",
-    )  # fmt: skip
+    if name not in WITH_EXPERTS and dtype is not torch.float32:
+        models += [compile_model(model, quantization).model for quantization in BITS]
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
+        "device": "meta",
+    }  # fmt: skip
+    cache = KVCache(**sizes, head_dim=model.config.head_dim, dtype=dtype)
+    int8_cache = SplitInt8Cache(**sizes, head_dim=model.config.head_dim + SCALE_BYTES, dtype=torch.int8)
     for lengths, num_drafts in plans().values():
         batch = ForwardBatch.build(_plan(lengths, num_drafts, block_size), block_size, torch.device("cpu"))
-        attend = TritonBackend().begin_step(cache, batch.attention)
+        attend, in_int8 = (TritonBackend().begin_step(each, batch.attention) for each in (cache, int8_cache))
         with torch.inference_mode():
             others = lambda *heads, **options: attend(*heads, **options)  # noqa: B023, E731  which is no backend's
-            for model, each in itertools.product(models, (attend, others)):
+            for model, each in (*itertools.product(models, (attend, others)), (models[0], in_int8)):
                 model(batch.input_ids.to("meta"), batch.positions.to("meta"), each)
     blocks = torch.empty(2, dtype=torch.int64, device="meta")
     q, angles = torch.empty(3, 2, 256, dtype=dtype, device="meta"), torch.empty(3, 1, 64, dtype=dtype, device="meta")
@@ -335,6 +353,8 @@ def resources(compiled: Any) -> dict[str, int]:
 def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict[tuple[str, str, str], dict[str, int]]:
     """Compile the launches of models and check them. Return a kernel's largest resources by (kernel, dtype, model).
 
+    A kernel that reads or writes a cache of 8 bits counts as another one.
+
     Raises:
         AssertionError: a kernel that needs more than the architecture has, is launched with wrong arguments, or not at all.
     """
@@ -347,11 +367,13 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
                 launch.check(dtype)
             missing = set(REACH) - {launch.kernel for launch in launches}
             missing -= {"_gate_kernel"} if name in WITH_EXPERTS else OF_EXPERTS
+            missing -= OF_INTEGERS if name in WITH_EXPERTS or dtype is torch.float32 else set()
             if dtype is torch.float32 or arch < 80:  # without tensor cores
                 missing -= {"_linear_kernel", "_decode_attention_kernel"}
             assert not missing, f"{name} launches no {missing}"
             for launch in {launch.compiled.hash: launch for launch in launches}.values():
-                key = launch.kernel, str(dtype).removeprefix("torch."), name
+                kernel = launch.kernel + " of int8" * (launch.arguments.get("k_scales") is not None)
+                key = kernel, str(dtype).removeprefix("torch."), name
                 used = resources(launch.compiled)
                 found[key] = {part: max(count, found.get(key, used)[part]) for part, count in used.items()}
                 assert used["shared"] <= 1024 * KB_OF_SHARED_MEMORY[arch], (key, used)

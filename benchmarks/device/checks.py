@@ -22,6 +22,8 @@ TESTS = (
     "tests/fast/cuda/test_layouts.py",
     "tests/fast/cuda/test_cuda_compile.py",
     "tests/fast/cuda/test_decode_kernels.py",
+    "tests/fast/cuda/test_experts.py",
+    "tests/fast/cuda/test_quantized.py",
     "tests/fast/cuda/test_lora.py",
     "tests/fast/cuda/test_invariant.py",
     "tests/fast/sampling/test_few_logits.py",

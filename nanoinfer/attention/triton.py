@@ -511,7 +511,7 @@ def prefill(q: Tensor, pages: Pages, out: Tensor, metadata: AttentionMetadata, w
         q, *pages, out, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, sinks,
         q.stride(0), metadata.block_tables.stride(0), first_seq, head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, window,
-        num_warps=num_warps,
+        **_launch_options(q, pages, num_warps, is_prefill=True),
     )  # fmt: skip
 
 
@@ -542,8 +542,22 @@ def decode(
         q, *pages, m, l, o, metadata.seq_lens, metadata.block_tables, metadata.first_decodes if queries > 1 else None,
         q.stride(0), metadata.block_tables.stride(0), head_dim**-0.5,
         block_size, num_heads, num_kv_heads, head_dim, dim, rows, tile, num_splits, window, queries,
+        **_launch_options(q, pages, 4, is_prefill=False),
     )  # fmt: skip
     _merge_kernel[(num_seqs * num_heads,)](m, l, o, out, sinks, num_heads, head_dim, dim, num_splits)
+
+
+def _launch_options(q: Tensor, pages: Pages, num_warps: int, *, is_prefill: bool) -> dict[str, int]:
+    """Return the options of a kernel that reads pages. num_warps: without scales.
+
+    A tile of integers is widened in registers. With these options they suffice (tests/simulated_gpu.py), and three programs
+    that decode fit a processor.
+    """
+    if pages[2] is None:
+        return {"num_warps": num_warps}
+    if q.element_size() > 2 or not uses_tensor_cores():
+        return {"num_warps": 2 * num_warps, "num_stages": 1}
+    return {"num_warps": 2 * num_warps} if is_prefill else {"num_warps": num_warps, "maxnreg": 168}
 
 
 def _tile_sizes(q: Tensor) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from torch import nn
@@ -54,8 +55,8 @@ class Inspection:
     num_weight_bytes: int | None = None  # the bytes of the weights in memory, in `dtype`
     num_head_copy_bytes: int | None = None  # the bytes of the copy in 8 bits that screens the LM head. None: there is no copy
     num_peak_bytes: int | None = None  # the most bytes while these two are loaded, in pieces from the files, and afterwards
-    num_quantized_bytes: dict[str, int] = field(default_factory=dict)  # of the weights, by LLM's `quantization`. CPU only
-    num_draft_bytes: dict[int, int] = field(default_factory=dict)  # by bits, of the copy that drafts for "quantized". CPU only
+    num_quantized_bytes: dict[str, int] = field(default_factory=dict)  # of the weights, by LLM's `quantization`
+    num_draft_bytes: dict[int, int] = field(default_factory=dict)  # by bits, of the copy that drafts for "quantized"
     num_cache_bytes_per_token: int | None = None
     num_users: int  # the number of sequences at a time
     num_tokens: int | None  # the tokens of each sequence
@@ -93,8 +94,7 @@ def examine(
             config, parameters = built.config, dict(built.named_parameters())
             found.num_parameters = sum(weight.numel() for weight in parameters.values())
             store(built, find_sources(built, weights, run_dtype))
-            if device.type == "cpu":
-                _add_copies(found, built)
+            _add_copies(found, built, device)
         tokenizer = checkpoint.load_tokenizer()
         found.has_tokenizer = tokenizer is not None
         found.has_chat_template = tokenizer is not None and bool(tokenizer.get_chat_template())
@@ -120,9 +120,9 @@ def examine(
     return found
 
 
-def _add_copies(found: Inspection, model: nn.Module) -> None:
-    """Add the bytes of what a CPU makes of the weights, besides laying them out: rounded layers and copies."""
-    if (head := screened_head(model)) is not None:
+def _add_copies(found: Inspection, model: nn.Module, device: torch.device) -> None:
+    """Add the bytes of what a device makes of the weights, besides laying them out: rounded layers and copies."""
+    if device.type == "cpu" and (head := screened_head(model)) is not None:
         found.num_head_copy_bytes = num_copy_bytes(head)
     with suppress(UnsupportedError):  # raised for a layer whose inputs have no groups
         check_sizes(model)

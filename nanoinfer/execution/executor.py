@@ -101,6 +101,8 @@ class Executor(Protocol[Step]):
     def launch(self, plan: StepPlan, previous: Step | None) -> Step:
         """Start a step: batch, block copies, forward pass, LM head, sampling. Only a prompt's reader waits for the device.
 
+        If constraints read tokens that are in flight, the sampling starts when the step is collected, or the next is launched.
+
         previous: the step in flight, whose sampled tokens may be input before the host knows them. None: no step is in flight.
         """
 

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import triton as module
 from nanoinfer.attention.triton import TritonBackend, copy_blocks, num_splits_for
+from tests.emulated_gpu.cases import check_store_int8
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.paged_cases import FAULTS, check_poison_free_reuse, compare, compare_drafts
 
@@ -56,6 +57,11 @@ def test_paged_attention_equals_the_definition_and_freed_blocks_are_not_read(cas
     """Decodes and prefills, with and without cached prefixes, in one step."""
     lengths, given = (CASES | MORE_CASES)[case]
     assert error_of(lengths, **given) < TOLERANCE[given.get("dtype", FP32)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_store_rounds_each_number_as_the_definition_does(dtype):
+    assert check_store_int8(dtype, num_tokens=60) == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -79,15 +79,12 @@ def test_a_link_of_a_notebook_to_a_file_becomes_public_and_others_stay():
 # ---- notebooks
 
 
-@pytest.mark.parametrize("stem", [*STEMS, "gpu"])
+@pytest.mark.parametrize("stem", STEMS)
 def test_a_notebook_has_the_header_and_links_that_are_written_and_the_numbers_that_it_states(stem):
     cells = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4).cells
     for cell in cells:
         if cell.cell_type == "markdown":
             assert address.with_links(cell.source) == cell.source, "run: python notebooks/header.py"
-    if stem == "gpu":
-        assert tuple(cell.source for cell in cells[:2]) == header.gpu_cells()
-        return
     assert cells[0].source == header.with_header(stem, cells[0].source), "run: python notebooks/header.py"
     files = [ROOT / "notebooks" / target for target in re.findall(r"\]\(([^)]+)\)", header.header_of(stem, None))]
     assert len(files) >= 5
@@ -119,7 +116,7 @@ def test_the_courses_order_map_and_pictures_have_every_notebook():
     assert list(header.NOTEBOOKS) == sorted(STEMS, key=lambda stem: (stem[0], int(re.search(r"\d+", stem)[0]), stem))
     numbers = [header.number_of(stem) for stem in header.NOTEBOOKS]
     assert all(set(entry.needs) <= set(numbers[:at]) for at, entry in enumerate(header.NOTEBOOKS.values()))
-    assert sorted(re.findall(r"\]\((\S+)\.ipynb\)", read("notebooks/README.md"))) == [*STEMS, "gpu"]
+    assert sorted(re.findall(r"\]\((\S+)\.ipynb\)", read("notebooks/README.md"))) == STEMS
     written = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "notebooks" / "pictures").glob("*.svg")}
     assert written == {header.number_of(stem): growing.picture_of(stem) for stem in STEMS}, "run: python notebooks/header.py"
     assert set(header.known_parts(list(header.NOTEBOOKS)[-1])) == set(growing.PLACES)  # in the end the picture is whole

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -40,6 +41,7 @@ from nanoinfer.fast.cuda.integers import Integers
 from nanoinfer.fast.fuse import ACTIVATIONS
 from nanoinfer.features.adapters.layers import AdaptedLinear, AdapterMapping
 from nanoinfer.features.adapters.lora import LowRankUpdate
+from nanoinfer.features.int8_cache.cache import SplitInt8Cache
 from nanoinfer.models.gpt_oss import ClampedSwiGLU
 from nanoinfer.models.layers import SwiGLU
 from nanoinfer.models.qwen_moe import Experts
@@ -53,7 +55,10 @@ from tests.helpers.paged_cases import compare, compare_drafts, in_float64, metad
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 _E = 2**-24
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ROUNDOFF}
-OPTIONS = {"plain": (None, False), "window": (40, False), "window and sinks": (40, True)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 40}, "window and sinks": {"window": 40, "has_sinks": True},
+    "int8": {"window": 40, "has_sinks": True, "in_int8": True},
+}  # fmt: skip
 EPS = 1e-6
 # (tokens in the cache, new tokens). The decodes have up to 5 tiles of keys, the chunks up to 4 tiles of queries.
 DECODES = [(290, 1), (0, 1), (15, 1), (64, 1)]
@@ -82,6 +87,25 @@ def check_store(dtype: torch.dtype) -> float:
     # v is a view, as a fused projection gives it.
     assert triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *pages, slots) is k
     return 0.0 if torch.equal(pages.view(expected.shape).nan_to_num(-9), expected.nan_to_num(-9)) else float("inf")
+
+
+def check_store_int8(dtype: torch.dtype, num_tokens: int = 6) -> float:
+    """Compare integers and scales with the definition's, to the bit. Heads that are not finite, or 0, and numbers of all sizes.
+
+    Some numbers are in the middle of two integers, of which the even one is stored.
+    """
+    sizes_of_heads = 2.0 ** torch.linspace(-20, 14, 2 * num_tokens * 3).view(2, num_tokens, 3, 1)
+    k, v = (torch.randn(2, num_tokens, 3, 80, generator=_generator()) * sizes_of_heads).to(dtype)
+    k[1, 0], v[3, 1, 5], k[4, 2, 7] = 0, float("inf"), float("nan")
+    k[2], k[2, :, ::7] = 127, torch.arange(12) + 0.5
+    k[5, 1], k[5, 1, ::2] = 1.1875, 0.59375
+    sizes = {"num_layers": 1, "num_blocks": 4, "block_size": 16, "num_kv_heads": 3, "head_dim": 80 + 4, "dtype": torch.int8}
+    cache, expected = (SplitInt8Cache(**sizes) for _ in range(2))
+    slots = torch.randperm(64, generator=_generator())[:num_tokens]
+    expected.write(0, slots, k, v)
+    triton.rotate_and_store(k, None, k, torch.cat((k, v), 1)[:, 3:], *cache.layer(0), slots, *cache.scales(0))
+    pairs = [*zip(cache.pages, expected.pages, strict=True)]
+    return 0.0 if all(torch.equal(one.nan_to_num(-9), other.nan_to_num(-9)) for one, other in pairs) else float("inf")
 
 
 def check_rms_norm(dtype: torch.dtype) -> float:
@@ -588,11 +612,10 @@ def check_attention(dtype: torch.dtype, head_dim: int, option: str, lengths: Seq
 
     lengths: the tokens in the cache and the new tokens of each sequence.
     """
-    window, has_sinks = OPTIONS[option]
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):  # two splits, which have several tiles
         return compare(
             triton.TritonBackend(), lengths, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
-            window=window, has_sinks=has_sinks, packed=True, tolerance=_tolerance,
+            packed=True, tolerance=_tolerance, **OPTIONS[option],
         )  # fmt: skip
 
 
@@ -619,19 +642,19 @@ class _DecodeAttention:
 
 def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> float:
     """As check_attention, of a step's decodes in one kernel, whose last programs merge."""
-    window, has_sinks = OPTIONS[option]
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
         return compare(
             _DecodeAttention(), DECODES, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
-            window=window, has_sinks=has_sinks, tolerance=_tolerance,
+            tolerance=_tolerance, **OPTIONS[option],
         )  # fmt: skip
 
 
-def check_drafts(dtype: torch.dtype, are_alone: bool) -> float:
+def check_drafts(dtype: torch.dtype, option: str) -> float:
     """Three rows are of one sequence, a token and two drafts, whose keys are stored in this launch. Another row is alone."""
     with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
         return compare_drafts(
-            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance, are_alone=are_alone
+            _DecodeAttention(), [(67, 3), (19, 1)], dtype=dtype, window=45, tolerance=_tolerance,
+            are_alone="alone" in option, in_int8="int8" in option,
         )  # fmt: skip
 
 
@@ -707,8 +730,8 @@ def _generator() -> torch.Generator:
 CASES: dict[str, Callable[[], float]] = {
     f"{kernel} {name}": lambda check=check, dtype=dtype: check(dtype)
     for kernel, check in (
-        ("store", check_store), ("rms_norm", check_rms_norm), ("gate", check_gate), ("rotate", check_rotate),
-        ("copy", check_copy), ("angles", check_angles), ("lora", check_lora), ("route", check_route),
+        ("store", check_store), ("store_int8", check_store_int8), ("rms_norm", check_rms_norm), ("gate", check_gate),
+        ("rotate", check_rotate), ("copy", check_copy), ("angles", check_angles), ("lora", check_lora), ("route", check_route),
     )
     for name, dtype in DTYPES.items()
 } | {
@@ -748,9 +771,9 @@ CASES: dict[str, Callable[[], float]] = {
 } | {
     f"large_experts {name}": lambda dtype=DTYPES[name]: check_large_experts(dtype) for name in ("bfloat16", "float16")
 } | {
-    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option == "alone")
+    f"drafts {name} {option}": lambda dtype=DTYPES[name], option=option: check_drafts(dtype, option)
     for name in ("bfloat16", "float16")
-    for option in ("together", "alone")
+    for option in ("together", "alone", "together int8", "alone int8")
 } | {
     f"paged_drafts {name}": lambda dtype=dtype: check_paged_drafts(dtype) for name, dtype in DTYPES.items()
 } | {

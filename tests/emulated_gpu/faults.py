@@ -126,12 +126,24 @@ def decode_attention() -> float:
     return cases.check_decode_attention(torch.bfloat16, 64, "plain")
 
 
-def drafts(are_alone: bool = True) -> float:
-    return cases.check_drafts(torch.bfloat16, are_alone)
+def int8() -> float:
+    return attention("int8")
+
+
+def store_int8() -> float:
+    return cases.check_store_int8(torch.float16, num_tokens=60)
+
+
+def decode_attention_int8() -> float:
+    return cases.check_decode_attention(torch.bfloat16, 64, "int8")
+
+
+def drafts(option: str = "alone") -> float:
+    return cases.check_drafts(torch.bfloat16, option)
 
 
 def drafts_together() -> float:
-    return drafts(False)
+    return drafts("together")
 
 
 def paged_drafts() -> float:
@@ -221,6 +233,28 @@ FAULTS: dict[str, InPtx | InSource] = {
     ),
     "copy: the last block left out": InSource(
         triton, "(copies < num_copies)[:, None]", "(copies < num_copies - 1)[:, None]", "values", _of(cases.check_copy)
+    ),
+    "store: integers cut instead of rounded": InSource(
+        triton, "return (numbers + 12582912.0) - 12582912.0,", "return numbers,", "values", store_int8
+    ),
+    "store: product and sum rounded once": InSource(
+        triton, "tl.minimum(tl.maximum(heads * factors[:, None], -127.0), 127.0)", "heads * factors[:, None]", "values",
+        store_int8, hidden_from=store_int8,
+    ),
+    "store: a quotient that is rounded twice": InSource(
+        triton, "tl.div_rn(127.0, tl.where(largest > 0, largest, 1.0))",
+        "127 * tl.div_rn(1.0, tl.where(largest > 0, largest, 1.0))", "values", store_int8,
+    ),
+    "store: a scale that stands for heads that do not exist": InSource(
+        triton, "scale[:, None], mask=heads < KV_HEADS", "scale[:, None]", "OutsideFault", store_int8
+    ),
+    "attention: the scales of another KV head": InSource(
+        triton, "NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys", "NUM_KV_HEADS) * BLOCK_SIZE + keys", "values", int8
+    ),
+    "attention: values without their scale": InSource(triton, "weights *= v_scale[None, :]", "weights *= 1", "values", int8),
+    "decode_attention: a new key that is not rounded as it is stored": InSource(
+        decode_kernels, "seen_key, seen_value = k_integers * k_scale[:, None], v_integers * v_scale[:, None]",
+        "seen_key, seen_value = key, value", "values", decode_attention_int8,
     ),
     "attention: a block table that is read without its mask": InSource(
         triton, "keys // BLOCK_SIZE, mask=inside, other=0)", "keys // BLOCK_SIZE)", "OutsideFault", hidden_from=attention

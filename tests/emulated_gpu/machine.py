@@ -23,11 +23,13 @@ _WARP = 32
 _LANES_AT_ONCE = 4096  # programs are emulated together up to this number of threads
 _SINK = -1  # the row of what `_` takes
 _DONE = np.iinfo(np.int64).max
-_REGISTER_TYPES = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
+_REGISTER_TYPES = {
+    "%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64, "%inline_s": np.uint8, "%inline_f": np.uint32,
+}  # fmt: skip
 _TYPES = {
     "pred": np.bool_, "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
     "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f16": np.float16, "bf16": np.uint16,
-    "b8": np.uint8, "f64": np.float64,
+    "b8": np.uint8, "s8": np.int8, "f64": np.float64,
 }  # fmt: skip
 _WIDER = {np.uint32: np.uint64, np.int32: np.int64, np.uint16: np.uint32, np.int16: np.int32}
 _ARITHMETIC = {
@@ -45,7 +47,8 @@ _COMPARE = {
 _ATOMIC = {"exch": lambda old, new: new} | {name: _ARITHMETIC[name] for name in ("add", "and", "or", "xor", "min", "max")}
 _CONVERSIONS = (
     ["rn", "f32", "s32"], ["rn", "f64", "s64"], ["rn", "f64", "u64"], ["rzi", "s64", "f64"], ["rzi", "s64", "f32"],
-    ["rn", "f32", "s64"], ["rn", "f32", "u16"], ["rn", "f32", "u32"],
+    ["rn", "f32", "s64"], ["rn", "f32", "u16"], ["rn", "f32", "u32"], ["rzi", "s16", "f32"], ["rn", "f32", "s8"],
+    ["rn", "f32", "s16"], ["rn", "f16", "s16"],
 )  # fmt: skip
 _SPECIAL = {"%tid.x": 0, "%ctaid.x": 0, "%ctaid.y": 1, "%ctaid.z": 2}
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
@@ -179,6 +182,8 @@ class Machine:
             raise NotImplementedError(f"the emulator does not know the register {name}")
         prefix, number = found.groups()
         row = self.banks[prefix][int(number)]
+        if dtype is np.int8:  # the low byte
+            return row.view(dtype)[:: row.itemsize]
         return row if dtype is None else row.view(dtype)
 
     def _value(self, operand: str, dtype: type) -> NDArray:
@@ -274,13 +279,29 @@ class Machine:
             result, sources = self._register(target), [self._value(source, np.uint32) for source in sources]
             pairs = [np.atleast_1d(source).view(dtype).reshape(-1, 2) for source in sources]
             return self._copy(result, lambda: function(*pairs).view(np.uint32)[:, 0])
+        if types[-1] in ("f16x2", "bf16x2"):
+            widen, narrow = (_from_f16, _to_f16) if types[-1] == "f16x2" else (_from_bf16, _to_bf16)
+            target, *sources = instruction.operands
+            halves = [self._value(source, np.uint32) for source in sources]
+
+            def on_pairs() -> NDArray:
+                pairs = [widen(np.atleast_1d(half).view(np.uint16).reshape(-1, 2)) for half in halves]
+                return narrow(_ARITHMETIC[family](*pairs)).view(np.uint32)[:, 0]
+
+            return self._copy(self._register(target), on_pairs)
         dtype, function = _TYPES[types[-1]], _ARITHMETIC[family]
-        if dtype is np.float32:  # a number wins over NaN
+        if dtype is np.float32 or types[-1] == "bf16":  # a number wins over NaN
             function = {"min": np.fmin, "max": _larger}.get(family, function)
+        if types[-1] == "bf16":  # in fp32, and rounded
+            values = [self._value(source, np.uint16) for source in instruction.operands[1:]]
+            result = self._register(instruction.operands[0])
+            return self._copy(result, lambda: _to_bf16(function(*map(_from_bf16, values))))
         return self._ufunc(function, instruction.operands[0], instruction.operands[1:], dtype)
 
-    def _decode_mul(self, instruction: Instruction, types: list[str]) -> Step:
+    def _decode_mul(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, a, b = instruction.operands
+        if "bf16" in types:
+            return None
         dtype = _TYPES[types[1]]
         if types[0] == "lo":
             return self._ufunc(np.multiply, target, (a, b), dtype)
@@ -328,6 +349,9 @@ class Machine:
 
     def _decode_setp(self, instruction: Instruction, types: list[str]) -> Step:
         target, a, b = instruction.operands
+        if types[1] == "bf16":
+            result, values = self._register(target, np.bool_), [self._value(source, np.uint16) for source in (a, b)]
+            return lambda: _COMPARE[types[0]](*map(_from_bf16, values), out=result, where=self.mask)
         return self._ufunc(_COMPARE[types[0]], target, (a, b), _TYPES[types[1]], np.bool_)
 
     def _decode_selp(self, instruction: Instruction, types: list[str]) -> Step:
@@ -368,16 +392,20 @@ class Machine:
         return self._copy(self._register(target, dtype), lambda: (value << up) >> down)
 
     def _decode_prmt(self, instruction: Instruction, types: list[str]) -> Step | None:
-        """Four of the eight bytes of two registers. A constant names each in four bits."""
+        """Four of the eight bytes of two registers, or their signs, for which the highest of four bits of a constant asks."""
         target, a, b, chosen = instruction.operands
         numbers = [int(chosen.rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
-        if types != ["b32"] or max(numbers) > 7:
+        if types != ["b32"]:
             return None
-        result = self._register(target)
-        a, b = (np.broadcast_to(self._value(one, np.uint32), result.shape) for one in (a, b))
-        return self._copy(
-            result, lambda: np.ascontiguousarray(np.stack((a, b), 1).view(np.uint8)[:, numbers]).view(np.uint32)[:, 0]
-        )
+        both, places = [self._value(operand, np.uint32) for operand in (a, b)], [number & 7 for number in numbers]
+        is_sign, result = [number > 7 for number in numbers], self._register(target)
+
+        def permute() -> NDArray:
+            found = np.stack([np.broadcast_to(value, self.num_lanes) for value in both], 1).view(np.uint8)[:, places]
+            signs = np.where(found.view(np.int8) < 0, np.uint8(255), np.uint8(0))
+            return np.ascontiguousarray(np.where(is_sign, signs, found)).view(np.uint32)[:, 0]
+
+        return self._copy(result, permute)
 
     def _decode_cvt(self, instruction: Instruction, types: list[str]) -> Step | None:
         target, *sources = instruction.operands
@@ -401,6 +429,8 @@ class Machine:
             return self._copy(self._register(target), lambda: sources[0].astype(np.uint32) << np.uint32(16))
         if rounded and source_type != "f16" and types not in _CONVERSIONS:
             return None
+        if to == "s8":  # a register is wider, and gets the sign
+            return self._copy(self._register(target, np.int16), lambda: sources[0].astype(np.int8))
         return self._copy(self._register(target, _TYPES[to]), lambda: sources[0])
 
     def _decode_mov(self, instruction: Instruction, types: list[str]) -> Step:

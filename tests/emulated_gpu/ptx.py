@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 _COMMENT = re.compile(r"//.*")
 _LOCATION = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:.*inlined_at (\d+) (\d+) (\d+))?")
+_INLINE = re.compile(r"// begin inline asm\s*\{(.*?)\n\}\s*// end inline asm", re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
 _PARAMETER = re.compile(r"\.param\s+.*?\b(\w+_param_\d+)\b")
 _INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)")
@@ -59,6 +60,7 @@ def parse(text: str) -> Kernel:
     Raises:
         ValueError: a line that is no instruction, label or directive that is known.
     """
+    text = _INLINE.sub(_without_scope, text)
     files = {int(number): path for number, path in _FILE.findall(text)}
     head, body = text.split("\n{", 1)
     body = body.split("\n}", 1)[0]
@@ -91,6 +93,11 @@ def parse(text: str) -> Kernel:
                 if instruction.name.split(".")[0] in ("bra", "ret"):
                     kernel.blocks.append([])
     return kernel
+
+
+def _without_scope(inline: re.Match[str]) -> str:
+    """Inline code whose braces are left out, and whose own registers, s0 and f0, have names of all the kernel's."""
+    return re.sub(r"(?<![\w.%])([sf])(?=\d|<)", r"%inline_\1", inline[1])
 
 
 def _instruction(text: str, line: int, source: str) -> Instruction:

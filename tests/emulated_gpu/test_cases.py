@@ -54,14 +54,16 @@ def check(*cases, archs=(80,), faults=(), rest=()):
 
 QUICK_FAULTS = [
     "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits", "store: a mask that is always true",
-    "PDL: no wait", "experts: one tile of each expert", "decode_attention: a merge that nothing orders",
+    "PDL: no wait", "attention: the scales of another KV head", "experts: one tile of each expert",
+    "decode_attention: a merge that nothing orders",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are_found():
     cases = (
-        "store bfloat16", "rms_norm float32", "rotate bfloat16", "attention bfloat16 64 window and sinks",
+        "store bfloat16", "store_int8 float32", "decode float16 64 int8", "rms_norm float32", "rotate bfloat16",
+        "attention bfloat16 64 window and sinks",
         "linear bfloat16 gated", "decode_linear float16 gated with norm", "decode_attention bfloat16 64 window and sinks",
         "invariant bfloat16 split residual", "draw ties", "experts bfloat16 clamped with bias",
     )  # fmt: skip
@@ -71,18 +73,23 @@ def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are
 
 @pytest.mark.slow
 def test_the_kernels_of_a_decode_step_compute_their_definition_as_compiled_for_sm_90():
-    check("linear bfloat16 gated", "decode bfloat16 64 window and sinks", "choose ties bfloat16", "step qwen3 3", archs=(90,))
+    check(
+        "linear bfloat16 gated",
+        "decode bfloat16 64 int8",
+        "decode_attention bfloat16 64 int8",
+        "choose ties bfloat16",
+        "step qwen3 3",
+        archs=(90,),
+    )
 
 
-ATTENTION = [f"{{}} {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks")]
+ATTENTION = [f"{{}} {dtype} {{}} {option}" for dtype in DTYPES for option in ("plain", "window", "window and sinks", "int8")]
 LINEAR = ("plain", "bias", "residual", "split residual", "gated", "gated with bias", "gated by gelu")
 DECODE_LINEAR = ("residual", "norm and bias", "gated with norm", "gated by gelu with zero-centred norm")
+DRAFTS = ("together", "alone", "together int8", "alone int8")
+SMALL = ("store", "store_int8", "rms_norm", "gate", "rotate", "copy", "angles", "lora", "route")
 LONG = {  # what -> cases
-    "small kernels": [
-        f"{name} {dtype}"
-        for dtype in DTYPES
-        for name in ("store", "rms_norm", "gate", "rotate", "copy", "angles", "lora", "route")
-    ],
+    "small kernels": [f"{name} {dtype}" for dtype in DTYPES for name in SMALL],
     "linear layers of few rows": [f"linear {dtype} {option}" for dtype in DTYPES[:2] for option in LINEAR],
     "linear layers of the fewest rows": [f"decode_linear {dtype} {option}" for dtype in DTYPES for option in DECODE_LINEAR],
     "linear layers in 8 and 4 bits": [
@@ -96,7 +103,7 @@ LONG = {  # what -> cases
         )
     ],
     "drafts": [
-        *(f"drafts {dtype} {option}" for dtype in DTYPES[:2] for option in ("together", "alone")),
+        *(f"drafts {dtype} {option}" for dtype in DTYPES[:2] for option in DRAFTS),
         *(f"paged_drafts {dtype}" for dtype in DTYPES),
     ],
     "experts": [f"experts {dtype} {option}" for dtype in DTYPES for option in ("silu", "clamped with bias")],

@@ -53,6 +53,42 @@ def test_every_backend_equals_the_definition(backend, dtype, heads, head_dim, wi
     assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 7), 64), ((1, 8), 128), ((4, 1), 80), ((1, 2), 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_over_a_cache_in_8_bits_equals_the_definition(dtype, heads, head_dim, window):
+    error = compare(
+        "triton", RAGGED, block_size=16, num_kv_heads=heads[0], group=heads[1], head_dim=head_dim, dtype=dtype, device="cuda",
+        packed=True, window=window, in_int8=True,
+    )  # fmt: skip
+    assert error < {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype]
+
+
+def test_the_log_probabilities_of_a_cache_in_8_bits_are_those_of_the_cpu(tmp_path):
+    """Rounded heads change them. What a GPU adds in another order changes them by less than a quarter of that."""
+    path = str(tiny_models.save("qwen3", tmp_path))
+    params = SamplingParams(temperature=0, max_tokens=64, logprobs=0, ignore_eos=True, detokenize=False)
+    llm = LLM(path, device="cuda", dtype="float32", kv_cache_dtype="int8", kv_cache_memory=2**26)
+    answers = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    assert llm.engine.executor.runner.graphs.table.graphs
+    found = [entries[token].logprob for one in answers for token, entries in zip(one.token_ids, one.logprobs, strict=True)]
+
+    def on_the_cpu(kv_cache_dtype):
+        llm = LLM(path, device="cpu", enforce_eager=True, kv_cache_dtype=kv_cache_dtype, kv_cache_memory=2**26)
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, answers, strict=True)]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        scored = zip(outputs, PROMPTS, texts, strict=True)
+        return [
+            entries[token].logprob
+            for output, prompt, text in scored
+            for token, entries in zip(text[len(prompt) :], output.prompt_logprobs[len(prompt) :], strict=True)
+        ]
+
+    found, rounded, plain = map(torch.tensor, (found, on_the_cpu("int8"), on_the_cpu("auto")))
+    assert (found - rounded).abs().mean() < (rounded - plain).abs().mean() / 4
+
+
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "qwen3"])
 def test_greedy_tokens_equal_transformers_in_fp32(family, tmp_path):
     path = tiny_models.save(family, tmp_path)
@@ -103,6 +139,20 @@ def test_two_ranks_in_recorded_steps_give_the_tokens_of_one(tmp_path):
     assert tokens == greedy(path, dtype="float32")[0]
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_in_recorded_steps_give_the_tokens_of_the_cpu(quantization, tmp_path, monkeypatch):
+    """Where the largest logits are clear. Without moments, which the CPU's eager model does not have."""
+    monkeypatch.setattr("nanoinfer.fast.cpu.calibration.find_moments", lambda *given: {})
+    path = tiny_models.save("qwen3", tmp_path, hidden_size=256, intermediate_size=512)
+    cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**26, "logprobs_mode": "raw_logits"}
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    clear = tiny_models.clear_tokens(LLM(str(path), quantization=quantization, **cpu), PROMPTS, params)
+    tokens, llm = greedy(path, 16, device="cuda", quantization=quantization)
+    assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+    assert sum(map(len, clear)) > 16
+    assert [own[: len(some)] for own, some in zip(tokens, clear, strict=True)] == clear
+
+
 def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_path):
     """Three adapters take turns in two places."""
     path, answers = tiny_models.save("qwen3", tmp_path), []
@@ -112,7 +162,9 @@ def test_adapters_of_requests_in_recorded_steps_give_the_tokens_of_the_cpu(tmp_p
         llm = LLM(str(path), device=device, kv_cache_memory=2**26, enable_lora=True, max_loras=2, max_lora_rank=4)
         outputs = llm.generate([*PROMPTS, PROMPTS[2]], params, use_tqdm=False, lora_request=requests)
         answers.append([output.outputs[0].token_ids for output in outputs])
-    assert None not in llm.engine.executor.runner.graphs.table.graphs.values()
+    graphs = llm.engine.executor.runner.graphs.adapted.table.graphs
+    assert graphs
+    assert None not in graphs.values()
     assert answers[0] == answers[1]
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -334,10 +333,12 @@ def run_drafts(path, config):
         assert device.waits == []
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["ngram", *(pytest.param(method, marks=pytest.mark.long) for method in ("draft_model", "quantized"))]
+)
 def test_drafts_leave_the_tokens_of_the_cpu(method, tmp_path):
-    path = save("qwen2", tmp_path)
-    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}[method]
+    path = save("qwen2", tmp_path, **({"hidden_size": 64, "intermediate_size": 64} if method == "quantized" else {}))
+    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(path)}}.get(method, {})
     in_own_process(run_drafts, path, {"method": method, "num_speculative_tokens": 2, **own})
 
 
@@ -420,16 +421,24 @@ def adapters_give_the_tokens_of_the_cpu(path):
             device.reset_counts()
             assert tokens_of(llm, prompts, params, lora_request=order) == answers
             assert {wait.partition(": ")[2].partition(":")[0] for wait in device.waits} <= {"adapters/adapters.py"}
-        graphs = llm.engine.executor.runner.graphs.table.graphs
-        assert None not in graphs.values()
-        replayed = [shape for shape, graph in graphs.items() if graph.replay.__self__.num_replays]
-        assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
-        device.reset_counts()
-        assert tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5) != expected[0]
-        device.reset_counts()
-        tokens_of(llm, prompts, params, lora_request=[requests[1]] * 5)
-        assert device.waits == []
-        assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+        graphs = llm.engine.executor.runner.graphs
+        for request, own in ((requests[1], graphs.adapted.table.graphs), (None, graphs.plain.table.graphs)):
+            for _ in range(2):
+                device.reset_counts()
+                tokens_of(llm, prompts, params, lora_request=[request] * 5)
+            assert device.waits == []
+            assert set(device.launched) <= COPIES, device.launched  # of steps without a graph
+            assert None not in own.values()
+            replayed = [shape for shape, graph in own.items() if graph.replay.__self__.num_replays]
+            assert {shape.num_chunk_tokens > 0 for shape in replayed} == {True, False}
+        tables, num_launched = (graphs.adapted.table.graphs, graphs.plain.table.graphs), []
+        shape = next(shape for shape in tables[0] if shape in tables[1])
+        for table in tables:
+            device.reset_counts()
+            table[shape].replay.__self__.run()
+            num_launched.append(sum(device.launched[name] for name in device.launched if name.startswith("_")))
+        num_layers = llm.engine.executor.runner.cache.num_layers
+        assert num_launched[0] - num_launched[1] >= 8 * num_layers  # two kernels for each product
 
 
 def weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back(path):
@@ -490,22 +499,11 @@ def test_a_compiled_model_takes_the_bytes_of_the_plain_one_whatever_its_family(t
     in_own_process(run_weights, [save(family, tmp_path / family) for family in FAMILIES])
 
 
-def clear_tokens(llm, prompts):
-    """Greedy tokens as long as the two largest logits differ by 8 roundings of bfloat16, which change no token then."""
-    params = replace(GREEDY, logprobs=2)
-    tokens = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        pairs = [sorted((one.logprob for one in ranks.values()), reverse=True) for ranks in output.outputs[0].logprobs]
-        is_clear = [first - second > 8 * 2**-8 * abs(first) for first, second, *_ in pairs]
-        tokens.append(output.outputs[0].token_ids[: [*is_clear, False].index(False)])
-    return tokens
-
-
 def rounded_weights_give_the_tokens_of_the_cpu(path):
     """Of a model without moments, as an eager one. The device never has the matrices of linear layers in 16 bits."""
     prompts, params = [[5, 6, 7] * 4, [3, 4, 1, 2, 8], [1, 2, 3] * 7, [11]], [GREEDY] * 4
     cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**22, "logprobs_mode": "raw_logits"}
-    expected = {name: clear_tokens(LLM(path, quantization=name, **cpu), prompts) for name in BITS}
+    expected = {name: tiny_models.clear_tokens(LLM(path, quantization=name, **cpu), prompts, GREEDY) for name in BITS}
     with simulated(mock.patch("nanoinfer.fast.cpu.calibration.find_moments", return_value={})) as device:
         for name, clear in expected.items():
             options = {"device": "sim", "quantization": name, "dtype": "float16"}
@@ -622,7 +620,7 @@ def a_step_that_goes_on_is_a_replay_and_one_copy_each_way(path):
 
 def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
     """Alone, beside others in other chunks, and after a prefix hit, in replayed steps. Products that cannot are refused."""
-    plain = partial(accelerate.compile_model, is_invariant=False)
+    compile_plainly = lambda *given, is_invariant, **options: compile_model(*given, **options)  # noqa: E731
     with simulated(mock.patch.object(batch_independence, "PROMPT_LENGTHS", (3, 6, 1))) as device:
         settings = SETTINGS | {"kv_cache_memory": 2**20, "batch_invariant": True}
         llm = LLM(path, device="sim", **settings)
@@ -638,7 +636,7 @@ def a_row_has_the_same_bits_in_any_batch_with_batch_invariant(path):
         assert device.waits == []
         assert any(graph.replay.__self__.num_replays for graph in llm.engine.executor.runner.graphs.table.graphs.values())
         with (
-            mock.patch.object(accelerate, "compile_model", lambda model, is_invariant: plain(model)),
+            mock.patch.object(accelerate, "compile_model", compile_plainly),
             pytest.raises(UnsupportedError, match="batch_invariant=True requires rows whose bits do not depend"),
         ):
             LLM(path, device="sim", **settings)

@@ -11,7 +11,7 @@ from nanoinfer.features.logprobs.token_logprobs import ReportingSampler
 from nanoinfer.loading.checkpoint import Checkpoint
 from nanoinfer.loading.loader import load_model
 from nanoinfer.sampling.sampler import Sampler
-from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.sequence import Constraint, Sequence, SequenceStatus
 from nanoinfer.scheduling.step_plan import ScheduledSequence, StepPlan, rows_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -70,6 +70,38 @@ def test_a_draft_is_kept_if_it_is_the_token_that_was_sampled(executor, expected)
         [output] = run(executor, ScheduledSequence(seq, 1, (draft,)))[1].sequences
         assert len(output.token_ids) == num_tokens
         assert output.token_ids[0] == right
+
+
+class Limit(Constraint):
+    """Reads the tokens of a sequence that has not finished."""
+
+    def entries(self, seq, index):
+        assert (seq.status is not SequenceStatus.FINISHED, len(seq.output_token_ids)) == (True, index)
+        return {}
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_tokens_that_wait_for_those_before_are_chosen_before_another_forward_pass(executor, has_finished):
+    """Also that of a plan of others, such as a beam search. A row that has finished meanwhile is not limited."""
+    order, forward, sampler = [], executor.runner.forward, executor.sampler
+    executor.runner.forward = lambda batch: order.append("forward") or forward(batch)
+    executor.sampler = lambda *given: order.append("sample") or sampler(*given)
+    executor.sampler.may_be_late = True
+    seq, previous = sequence(), None
+    seq.constraints = (Limit(),)
+    for num_new in (6, 1):
+        scheduled = (ScheduledSequence(seq, num_new),)
+        step, before = executor.launch(StepPlan(scheduled, rows_of(scheduled)), previous), previous
+        seq.num_computed_tokens += num_new
+        seq.num_tokens += 1
+        previous = step
+    assert order == ["forward", "sample", "forward"]
+    seq.token_ids += executor.collect(before).sequences[0].token_ids
+    seq.status = SequenceStatus.FINISHED if has_finished else SequenceStatus.RUNNING
+    run(executor, ScheduledSequence(sequence(), 6))
+    assert order[3:] == ["sample", "forward", "sample"]
+    assert len(executor.collect(step).sequences[0].token_ids) == 1
+    assert len(order) == 6
 
 
 def test_a_plan_may_bring_its_own_sampler(executor, expected):

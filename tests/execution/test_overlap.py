@@ -8,7 +8,7 @@ import pytest
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPTS = ["The cat sat", "A", "Once upon a time there was"]
-COUNTED = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": -0.7}
+COUNTED = {"repetition_penalty": 1.4, "frequency_penalty": -1.5, "presence_penalty": -0.7, "logprobs": 2}
 WORDS = StructuredOutputsParams(regex="([a-z]{1,3} ){2,6}")
 ASKED = {
     "nothing": {},
@@ -16,7 +16,7 @@ ASKED = {
     "given ids": {"logprobs": 0, "logprob_token_ids": [5, 9]},
     "masks": {"top_k": 7, "return_sampling_mask": True, "logprobs": 1},
     "penalties": COUNTED,
-    "lists": {"min_tokens": 5, "stop_token_ids": [3, 7], "logit_bias": {5: 1.0, 11: 3.0}},
+    "lists": {"min_tokens": 5, "stop_token_ids": [3, 7], "logit_bias": {5: 1.0, 11: 3.0}, "allowed_token_ids": [*range(90)]},
     "bad words": {"bad_words": ["a", " the"], "no_repeat_ngram_size": 2},
     "a grammar": {"structured_outputs": WORDS},
     "all": COUNTED | {"structured_outputs": WORDS, "no_repeat_ngram_size": 3, "logprobs": 2, "min_tokens": 4},

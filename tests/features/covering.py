@@ -172,26 +172,25 @@ def covered_exactly(runs: list[Run]) -> set[Pair]:
 
 
 def table(refusals: dict[Pair, str], runs: list[Run]) -> str:
-    """The features, those that are compared bit by bit with batch_invariant, and the refused pairs, in Markdown."""
+    """The features that are compared bit by bit with batch_invariant, and the refused pairs, in Markdown."""
     others = [value for value in FEATURES if FACTOR_OF[value] != "invariance"]
     exact = {value for pair in covered_exactly(runs) for value in pair}
     refused = {value for pair in refusals if "batch_invariant" in pair for value in pair}
     bits = ", ".join(value for value in others if value not in exact | refused)
-    rows, left = [], list(refusals)
+    rows: dict[str, list[str]] = {}
+    left = list(refusals)
     while left:  # the feature with the most refused pairs first, so that there are few rows
         most = max(FEATURES, key=lambda value: sum(value in pair for pair in left))
-        rows.append(f"| {most} | {', '.join(value for pair in left if most in pair for value in pair if value != most)} |")
+        rows.setdefault(", ".join(value for pair in left if most in pair for value in pair if value != most), []).append(most)
         left = [pair for pair in left if most not in pair]
     compared = f"With batch_invariant the bits of log-probabilities are compared, too, but not with: {bits}."
     return "\n".join(
         [
-            f"The features: {', '.join(FEATURES)}.",
-            "",
             compared,
             "",
             "| feature | refused together with |",
             "|---|---|",
-            *rows,
+            *(f"| {', '.join(features)} | {others} |" for others, features in rows.items()),
             "",
         ]
     )

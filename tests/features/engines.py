@@ -56,6 +56,9 @@ PRIORITIES = (2, 0, 1)
 # Noise that is more than the dtype and the kernels of rounded weights round, in standard deviations of the embeddings.
 SHAKES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2, "int8": 3e-2, "int4": 3e-2}
 NUM_SHAKES = 2
+# What an engine on a device is given: steps that Triton's interpreter computes in seconds.
+SHORT = {"max_num_batched_tokens": 16, "chunk_size": 16, "max_model_len": 32, "cudagraph_capture": "first_use"}
+DEVICES: dict[str, dict] = {"cpu": {}, "sim": SHORT | {"device": "sim"}, "cuda": SHORT | {"device": "cuda"}}
 BIAS = 4.0  # of every third token id, by stages and processors of one's own
 
 
@@ -96,10 +99,16 @@ class Preferring(LogitsProcessor):
 
 
 class Checkpoints:
-    """Tiny checkpoints with a tokenizer and two adapters for each model, each written when it is first asked for."""
+    """Tiny checkpoints with a tokenizer and two adapters for each model, each written when it is first asked for.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    changes: for a name of MODELS, what its config has in other sizes. first: of a prompt, the tokens before it are left out.
+    num_tokens: of an answer.
+    """
+
+    def __init__(
+        self, folder: Path, changes: dict[str, dict] | None = None, first: int = 0, num_tokens: int = NUM_TOKENS
+    ) -> None:
+        self.folder, self.changes, self.first, self.num_tokens = folder, changes or {}, first, num_tokens
         self.tokenizer = AutoTokenizer.from_pretrained(tool_cases.BUNDLED)
         self.tokenizer.add_tokens([mark for mark in MARKS if mark not in self.tokenizer.get_vocab()], special_tokens=True)
         vocab = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
@@ -110,6 +119,7 @@ class Checkpoints:
         if not path.exists():
             family, sizes = MODELS[model]
             sizes = WIDTHS | {"max_position_embeddings": 1024, "vocab_size": len(self.tokenizer)} | sizes
+            sizes |= self.changes.get(model, {})
             tiny_models.save(family, path, **sizes)
             if model == "states":
                 tiny_models.add_mtp(path)
@@ -149,6 +159,7 @@ def settings(checkpoints: Checkpoints, run: Run, cache_folder: str | None = None
         "priority": {"scheduling_policy": "priority", "max_num_seqs": 2},
         "own stages": {"stages": [prefer, *STAGES]},
         "own processors": {"logits_processors": [Preferring]},
+        **DEVICES,
     }
     given = {"dtype": run["dtype"], "kv_cache_memory": 2**23, "block_size": 8, "max_num_seqs": 8, "seed": 0}
     for value in run.values():
@@ -166,7 +177,7 @@ def ask(
     others: Parameters of the requests in place of those that a run's features give.
     """
     requests: dict = {}  # arguments of generate(), chat() or beam_search()
-    params: dict = {"max_tokens": 3 if run["search"] or run["calls"] else NUM_TOKENS}
+    params: dict = {"max_tokens": 3 if run["search"] or run["calls"] else checkpoints.num_tokens}
     if run["policy"]:
         requests["priority"] = list(PRIORITIES[: len(questions)])
     if run["adapters"]:
@@ -179,7 +190,7 @@ def ask(
         params["structured_outputs"] = StructuredOutputsParams(regex="[0-9]{64}")
     if run["number"]:
         params |= {"n": 2, "temperature": TEMPERATURE}
-    prompts = [CANDIDATES[question.number] for question in questions]
+    prompts = [CANDIDATES[question.number][checkpoints.first :] for question in questions]
     if run["search"]:
         found = llm.beam_search(prompts, BeamSearchParams(beam_width=2, **params), **requests)
         return [[Answer(beam.tokens, [beam.cum_logprob]) for beam in output.sequences] for output in found]

@@ -65,6 +65,18 @@ FAULTS = {  # each takes metadata, and gives it back with something wrong
 }
 
 
+def cache_of(layout, dtype, in_int8, *, head_dim, **options):
+    """A cache as the engine makes it for the layout of a backend."""
+    if not in_int8:
+        return KVCache(layout=layout, dtype=dtype, head_dim=head_dim, **options)
+    cache_class = SplitInt8Cache if layout == "NHD" else Int8Cache
+    return cache_class(layout=layout, dtype=torch.int8, head_dim=head_dim + SCALE_BYTES, **options)
+
+
+def as_stored(x, in_int8):
+    return numbers_of(quantized_heads(x)) if in_int8 else x
+
+
 def compare(
     backend, lengths, *, block_size, num_kv_heads, group, head_dim, dtype=torch.float32, spoil=None, device="cpu", packed=False,
     poisoned=None, in_int8=False, window=None, has_sinks=False, tolerance=None,
@@ -90,17 +102,8 @@ def compare(
         backend = backend(dtype, **heads, has_int8_pages=in_int8)
     if isinstance(backend, ReferenceBackend) and (has_sinks or window is not None):
         backend = HybridReferenceBackend()
-    int8_cache = SplitInt8Cache if backend.layout == "NHD" else Int8Cache
-    cache = (int8_cache if in_int8 else KVCache)(
-        num_layers=2,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim + SCALE_BYTES * in_int8,
-        dtype=torch.int8 if in_int8 else dtype,
-        device=device,
-        layout=backend.layout,
-    )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    cache = cache_of(backend.layout, dtype, in_int8, num_layers=2, device=device, **sizes)
     for pages, rest in zip(cache.layer(1), (127, 70) if in_int8 else (float("nan"), 1e4), strict=True):
         pages.fill_(rest)  # what a failed request may leave in slots that are nobody's now
     for scales, rest in zip(cache.scales(1), (float("nan"), 1e4), strict=True):
@@ -116,7 +119,7 @@ def compare(
         table = metadata.block_tables[i].tolist()
         old_slots = [table[j // block_size] * block_size + j % block_size for j in range(old)]
         cache.write(1, torch.tensor(old_slots, dtype=torch.int64, device=device), k[:old], v[:old])
-        stored = [numbers_of(quantized_heads(x)) if in_int8 else x for x in (k, v)]
+        stored = [as_stored(x, in_int8) for x in (k, v)]
         expected.append(in_float64(q, *stored, **options))
         tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
         if window is not None:
@@ -141,7 +144,7 @@ def compare(
 
 def compare_drafts(
     backend, sequences, *, num_kv_heads=2, group=2, head_dim=64, dtype=torch.float32, window=None, has_sinks=False,
-    tolerance=None, are_alone=False, device="cpu",
+    tolerance=None, are_alone=False, in_int8=False, device="cpu",
 ):  # fmt: skip
     """As compare, for a step of decodes: the tokens in the cache and the decodes of each sequence, of which most are drafts.
 
@@ -154,10 +157,8 @@ def compare_drafts(
     numbers = [new for _, new in sequences]
     firsts = [first for first, new in zip(chunks.query_start_loc_cpu, numbers, strict=False) for _ in range(new)]
     lengths = [old + i + 1 for old, new in sequences for i in range(new)]
-    cache = KVCache(
-        num_layers=1, num_blocks=num_blocks, block_size=16, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
-        device=device, layout=backend.layout,
-    )  # fmt: skip
+    sizes = {"num_blocks": num_blocks, "block_size": 16, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    cache = cache_of(backend.layout, dtype, in_int8, num_layers=1, device=device, **sizes)
     options = {} if window is None else {"window": window}
     if has_sinks:
         options["sinks"] = torch.randn(num_kv_heads * group, generator=generator).to(device, dtype)
@@ -167,8 +168,9 @@ def compare_drafts(
         q = torch.randn(new, num_kv_heads * group, head_dim, generator=generator).to(device, dtype)
         slots = torch.tensor([table[i // 16] * 16 + i % 16 for i in range(old)], dtype=torch.int64, device=device)
         cache.write(0, slots, k[:old], v[:old])
-        given.append((q, k[old:], v[old:], in_float64(q, k, v, **options)))
-        tolerances.append(tolerance(q, k, v, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
+        stored = [as_stored(x, in_int8) for x in (k, v)]
+        given.append((q, k[old:], v[old:], in_float64(q, *stored, **options)))
+        tolerances.append(tolerance(q, *stored, **options) if tolerance else torch.ones(()).expand(q.shape).to(device))
     rows = replaced(
         chunks, query_start_loc=torch.arange(len(lengths) + 1, device=device),
         seq_lens=torch.tensor(lengths, device=device),
@@ -179,8 +181,8 @@ def compare_drafts(
     )  # fmt: skip
     q, k, v, expected = (torch.cat(parts) for parts in zip(*given, strict=True))
     out = backend.begin_step(cache, rows)(0, q, k, v, **options)
-    slots = rows.slot_mapping
-    are_stored = all(torch.equal(p[slots // 16, slots % 16], new) for p, new in zip(cache.by_slot(0), (k, v), strict=True))
+    slots, found = rows.slot_mapping, cache.gather(0, torch.arange(num_blocks, device=device), 16 * num_blocks)
+    are_stored = all(torch.equal(one[slots], as_stored(new, in_int8)) for one, new in zip(found, (k, v), strict=True))
     difference = (out.double() - expected).abs() / torch.cat(tolerances)
     return difference.nan_to_num(nan=float("inf")).max().item() if are_stored else float("inf")
 

@@ -37,6 +37,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from triton.runtime.interpreter import InterpretedFunction
 
 from nanoinfer.attention import base
+from nanoinfer.attention.triton import TritonBackend
 from nanoinfer.fast.cuda.graphs import CUDACapture
 from nanoinfer.loading import devices
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -558,5 +559,6 @@ def engine_may_use_it() -> Iterator[None]:
         mock.patch.object(devices, "DEVICE_TYPES", (*devices.DEVICE_TYPES, NAME)),
         mock.patch.dict(base.PREFERRED, {NAME: base.PREFERRED["cuda"]}),
         mock.patch.object(CUDACapture, "__call__", compared_capture),
+        mock.patch.object(TritonBackend, "unsupported_reason", return_value=None),  # triton_interpreter has bfloat16
     ):
         yield

@@ -4,6 +4,7 @@ Weights have standard deviation 0.25: with transformers' 0.02 the two largest lo
 decided by rounding.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -191,6 +192,19 @@ def cramped(path: Path, num_tokens: int, num_more: int = 2, **settings) -> LLM:
     for_blocks = (probe.engine.block_manager.num_blocks_for(num_tokens) + num_more) * block_bytes
     for_states = min(for_blocks, 2 * settings["max_num_seqs"] * state_bytes)  # at most half of the memory
     return LLM(path, **settings | {"kv_cache_memory": for_blocks + for_states})
+
+
+def clear_tokens(llm, prompts, params) -> list[list[int]]:
+    """Greedy tokens until the two largest logits are closer than 8 roundings of bfloat16, which change no token before.
+
+    llm: with logprobs_mode="raw_logits".
+    """
+    tokens = []
+    for output in llm.generate(prompts, replace(params, logprobs=2), use_tqdm=False):
+        pairs = [sorted((one.logprob for one in ranks.values()), reverse=True) for ranks in output.outputs[0].logprobs]
+        is_clear = [first - second > 8 * 2**-8 * abs(first) for first, second, *_ in pairs]
+        tokens.append(output.outputs[0].token_ids[: [*is_clear, False].index(False)])
+    return tokens
 
 
 def assert_nothing_is_left(llm) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanoinfer.sampling.batch import TokenEntries, sampled_positions
+from nanoinfer.sampling.batch import PendingTokens, SamplingBatch, TokenEntries, sampled_positions
 from nanoinfer.sampling.draw import uniform
 from tests.helpers.sampling_rows import PARAMS, batch_of, sequence
 
@@ -40,6 +40,16 @@ def test_the_random_number_of_a_row_is_that_of_its_seed_and_position():
 def test_the_rows_of_drafts_follow_the_newest_token():
     one, other = sequence(prompt=(1, 2, 3)), sequence(prompt=(1,))
     assert sampled_positions([one, one, one, other]) == [3, 4, 5, 1]
+
+
+def test_penalties_count_a_token_that_only_the_device_knows_and_equal_entries_have_equal_counts():
+    """The second row's is new, the third counts nothing, and the last has none: its row ends."""
+    rows = [sequence(prompt=(5,), output=(6, 6), presence_penalty=1), sequence(prompt=(5,), presence_penalty=1), sequence()]
+    rows.append(sequence(prompt=(8,), presence_penalty=1))
+    pending = PendingTokens([0, 1, 2, 3], torch.tensor([6, 9, 5, -1]))
+    counts = SamplingBatch.build(rows, VOCAB_SIZE, torch.device("cpu"), pending=pending).token_counts
+    entries = zip(counts.rows.tolist(), counts.ids.tolist(), counts.values.tolist(), strict=True)
+    assert sorted(entries) == [(0, 5, 0), (0, 6, 3), (0, 6, 3), (1, 5, 0), (1, 9, 1), (3, 0, 1), (3, 8, 0)]
 
 
 def test_lists_of_ids_become_entries_of_their_rows():

@@ -5,7 +5,7 @@ sampler runs its stages.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from nanoinfer.config import BITS, EngineConfig
+from nanoinfer.execution.model_runner import Replayer
 from nanoinfer.execution.runtime import Runtime
 from nanoinfer.fast import batch_independence
 from nanoinfer.fast.compile import CompiledModel, compile_modules
-from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, RowNumbers, StepGraphs, prompt_sizes
+from nanoinfer.fast.cuda.graphs import Capture, CUDACapture, StepGraphs, prompt_sizes
 from nanoinfer.fast.cuda.pdl import PDLCapture
 from nanoinfer.fast.sampling.cuda_graphs import SamplerGraphs
 from nanoinfer.fast.sampling.few_logits import FewLogits
@@ -94,12 +95,13 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     moments = _moments_of(runtime) if config.quantization == "int4" else None
     report = compile_model(model, config.quantization, is_invariant=is_invariant, weights=weights, moments=moments)
     backend, num_rows = runtime.backend, config.max_num_rows
-    further: Sequence[RowNumbers] = ()
+    graphs_of: Callable[..., Replayer] = StepGraphs
     if config.enable_lora and find_spec("triton"):
-        from nanoinfer.fast.cuda.lora import use_kernels
-
+        lora = import_module("nanoinfer.fast.cuda.lora")
         num_checked = is_invariant * sum(batch_independence.PROMPT_LENGTHS)
-        further = use_kernels(report.model, max(config.scheduler.max_num_batched_tokens + num_rows, num_checked))
+        most_rows = max(config.scheduler.max_num_batched_tokens + num_rows, num_checked)
+        rows = lora.use_kernels(report.model, most_rows, can_be_off=not is_invariant)
+        graphs_of = partial(lora.AdaptedGraphs, rows=rows)
     capture: Capture = PDLCapture(CUDACapture(runtime.device), runtime.device)
     if (shards := runtime.weights.shards) is not None:
         capture = shards.together(capture)
@@ -108,18 +110,21 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if is_invariant and find_spec("triton"):
+    if config.bits_of_copy is not None and runtime.weights.shards is None:  # else build.py refuses such drafts, on rank 0 alone
+        drafter = compile_model(model, f"int{config.bits_of_copy}", weights=weights)
+        runtime = replace(runtime, rounded_copy=cast(Model, drafter.model))
+    if is_invariant and not config.quantization and find_spec("triton"):
         runtime = import_module("nanoinfer.fast.cuda.invariant").checked(runtime, config)
     can_capture = all(getattr(one, "supports_cuda_graph", True) for one in (backend, *report.model.modules()))
-    if config.enable_lora and (not further or shards is not None):  # torch adds the adapters, or they are on several ranks
-        can_capture = False
+    if config.enable_lora and (graphs_of is StepGraphs or shards is not None):
+        can_capture = False  # torch adds the adapters, or they are on several ranks
     if not can_capture:
         return runtime
-    has_prompts = getattr(backend, "supports_prompt_graph", False)
+    has_prompts = getattr(backend, "supports_prompt_graph", False) and not is_invariant  # all queries are decodes then
     sizes = prompt_sizes(config.scheduler.max_num_batched_tokens) if has_prompts else ()
     make = partial(
-        StepGraphs, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
-        num_groups=len(runtime.sizes.windows), further=further,
+        graphs_of, max_num_rows=num_rows, capture=capture, on_first_use=on_first_use, sizes=sizes,
+        num_groups=len(runtime.sizes.windows),
         max_num_decodes=1 if config.speculative is None or is_invariant else 1 + config.speculative.num_speculative_tokens,
     )  # fmt: skip
     return replace(runtime, make_step_graphs=make, num_graph_rows=num_rows, prompt_graph_sizes=sizes)

@@ -165,11 +165,10 @@ class AddedLinear(nn.Module):
             return residual + cast(Tensor, linear(x))
         if isinstance(linear, IntegerLinear):
             return cast(Tensor, linear(x, residual.contiguous(), in_place=in_place))
+        if self.is_invariant:
+            residual = residual.contiguous()
+            return invariant_linear(x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals)
         if residual.is_contiguous():
-            if self.is_invariant:
-                return invariant_linear(
-                    x, linear.weight, None, residual=residual, in_place=in_place, arrivals=self.arrivals
-                )  # fmt: skip
             if decode_kernels.supports(x, linear):
                 return decode_linear(x, linear.weight, None, residual=residual, in_place=in_place)
             if supports(x, linear):
@@ -292,12 +291,13 @@ def _add_adapters(trace: Trace, merges: Merges) -> None:
             continue
         linears = layers_of.get(product.linear, (product.linear,))
         if any(linear._forward_hooks for linear in linears):
-            from nanoinfer.fast.cuda.lora import AdaptedProduct, without_hooks
+            from nanoinfer.fast.cuda.lora import AdaptedProduct, copy_without_hooks
 
-            product.linear, norm, activation = without_hooks(product.linear), None, None
-            if isinstance(product, FewRowsLinear):
-                (norm, activation), product.norm, product.activation = (product.norm, product.activation), None, None
-            node.target = trace.name("adapted", AdaptedProduct(product, linears, norm, activation))
+            product.linear, norm, activation = copy_without_hooks(product.linear), None, None
+            plain = copy_without_hooks(product)
+            if isinstance(plain, FewRowsLinear):
+                (norm, activation), plain.norm, plain.activation = (plain.norm, plain.activation), None, None
+            node.target = trace.name("adapted", AdaptedProduct(product, plain, linears, norm, activation))
 
 
 def _rotate_in_attention(trace: Trace, node: fx.Node, attend: Any, layer: Any, q: Any, k: Any, v: Any) -> None:

@@ -149,7 +149,6 @@ class RowNumbers(Protocol):
 
     static: Tensor
     new: Tensor
-    is_static: bool  # whether a run reads `static`, of a graph
 
 
 class StepGraphs:
@@ -226,13 +225,7 @@ class StepGraphs:
         if shape not in self._inputs:
             self._inputs[shape] = self._make_inputs(shape)
             self._fill(shape, None)
-        try:
-            for one in self._further:
-                one.is_static = True
-            hidden = self._run(self._inputs[shape])
-        finally:
-            for one in self._further:
-                one.is_static = False
+        hidden = self._run(self._inputs[shape])
         if "hidden" not in self._rows:
             self._rows["hidden"] = hidden.new_empty(sum(self._largest), hidden.shape[1])
         # Of a graph's own memory nothing is kept, so that the next graph has all of it.

@@ -7,7 +7,8 @@ In: a step's rows, each with the index of its adapter. Out: the outputs of the l
 
 for the rows of adapter i. A program has 16 rows, and multiplies them by the matrices of each adapter that one of them uses. The
 memory of all matrices is allocated when the model is compiled, and adapters are written into it. So CUDA graphs replay both
-kernels, whichever adapters a step uses. A row has the same bits in any batch.
+kernels, whichever adapters a step uses. A row has the same bits in any batch. A step without adapters launches what the model
+launches without this file, and has graphs of its own.
 
 Source of the method: Chen et al. 2023, https://arxiv.org/abs/2310.18547, with a mask for each adapter in place of sorted rows.
 """
@@ -15,8 +16,9 @@ Source of the method: Chen et al. 2023, https://arxiv.org/abs/2310.18547, with a
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
@@ -25,10 +27,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
+from nanoinfer.execution.executor import ExecutorInfo
+from nanoinfer.execution.forward_batch import ForwardBatch
+from nanoinfer.execution.model_runner import Run
 from nanoinfer.fast.cuda.fused_kernels import gate_and_mul
+from nanoinfer.fast.cuda.graphs import StepGraphs
 from nanoinfer.features.adapters.layers import AdaptedLinear, check_rows, shape_of
 from nanoinfer.features.adapters.lora import LowRankUpdate
 from nanoinfer.system.transfer import integers_on_device
+
+M = TypeVar("M", bound=nn.Module)
 
 ROWS = 16  # the rows of a program, as many as a product of tensor cores has at least
 _PART = 512  # the inputs that a program of shrink multiplies
@@ -113,22 +121,61 @@ class RowIndices:
     """The adapter index of each row, -1 for a row without an adapter.
 
     Attributes:
-        static, new, is_static: as in RowNumbers (graphs.py).
+        static, new: as in RowNumbers (graphs.py).
+        can_be_off: False if all steps launch the same, so that a row has the same bits in all of them.
+        is_off: whether no row has an adapter, and nothing is launched for them.
+        is_static: whether kernels read `static`, as in a graph.
         indices: int64 [num_rows of the run], which kernels read.
     """
 
-    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+    def __init__(self, max_num_rows: int, device: torch.device, *, can_be_off: bool = True) -> None:
+        self.can_be_off = can_be_off
         self.static = torch.full((max_num_rows,), -1, dtype=torch.int64, device=device)
         self.new = self.indices = self.static
-        self.is_static = False
+        self.is_off = self.is_static = False
 
     def set(self, indices: list[int]) -> None:
         """Note the indices of a step's rows."""
-        [self.new] = integers_on_device([indices], self.static.device)
+        self.is_off = self.can_be_off and max(indices, default=-1) < 0
+        if not self.is_off:
+            [self.new] = integers_on_device([indices], self.static.device)
 
     def begin(self, model: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """Choose what a run reads. It is a hook before the model's forward pass, whose first argument are the token ids."""
         self.indices = (self.static if self.is_static else self.new)[: len(arguments[0])]
+
+
+class AdaptedGraphs:
+    """The graphs of steps with adapters and of those without (StepGraphs), with the same inputs. options: StepGraphs'."""
+
+    def __init__(self, info: ExecutorInfo, rows: RowIndices, **options: Any) -> None:
+        self.rows = rows
+        self.adapted, self.plain = StepGraphs(info, further=(rows,), **options), StepGraphs(info, **options)
+        self.plain._rows = self.adapted._rows
+
+    def try_replay(self, batch: ForwardBatch, run: Run) -> Float[Tensor, "num_tokens hidden"] | None:
+        graphs = self.plain if self.rows.is_off else self.adapted
+        return graphs.try_replay(batch, partial(self._run, run, is_off=self.rows.is_off))
+
+    def prepare(self, run: Run) -> Float[Tensor, "max_num_tokens hidden"] | None:
+        if self.rows.can_be_off:
+            self.plain.prepare(partial(self._run, run, is_off=True))
+        return self.adapted.prepare(partial(self._run, run, is_off=False))
+
+    def capture_next(self) -> bool:
+        return self.adapted.capture_next() or self.plain.capture_next()
+
+    def drop_graphs(self) -> None:
+        self.adapted.drop_graphs()
+        self.plain.drop_graphs()
+
+    def _run(self, run: Run, batch: ForwardBatch, *, is_off: bool) -> Tensor:
+        """Run a batch with or without adapters, whatever the step has."""
+        of_step, self.rows.is_off, self.rows.is_static = self.rows.is_off, is_off, True
+        try:
+            return run(batch)
+        finally:
+            self.rows.is_off, self.rows.is_static = of_step, False
 
 
 class LowRankUpdates:
@@ -166,6 +213,8 @@ class LowRankUpdates:
 
         Raises: UnsupportedError if these are not all rows of the run.
         """
+        if self.is_off:
+            return out
         indices: Tensor = self._mapping.kernels.indices
         shape, (x, out) = out.shape, (tensor.flatten(0, -2) for tensor in (x, out))
         check_rows(x, len(indices))
@@ -185,6 +234,11 @@ class LowRankUpdates:
         )  # fmt: skip
         return out.view(shape)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether no row of the run has an adapter."""
+        return cast(RowIndices, self._mapping.kernels).is_off
+
     def _of_layer(self, index: int) -> "LowRankUpdates":
         """Return the updates of a single layer, in the same memory."""
         part, start = copy.copy(self), sum(self._sizes[:index])
@@ -202,21 +256,29 @@ class AdaptedProduct(nn.Module):
     """A product of linear layers, and the adapters of these layers, with the norm before both and the gate after them.
 
     Args:
-        product: computes the layers without their hooks.
+        product: computes all of it but the adapters.
+        plain: computes the layers alone, without their hooks.
         norm: of x. None: there is none.
         activation: of the gate, as FewRowsLinear's. None: there is no gate.
     """
 
     def __init__(
-        self, product: nn.Module, linears: Sequence[nn.Linear], norm: nn.Module | None = None, activation: str | None = None
+        self,
+        product: nn.Module,
+        plain: nn.Module,
+        linears: Sequence[nn.Linear],
+        norm: nn.Module | None = None,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
-        self.product, self.norm, self.activation = product, norm, activation
+        self.product, self.plain, self.norm, self.activation = product, plain, norm, activation
         self.updates = LowRankUpdates(linears, linears[0].weight)
 
     def forward(self, x: Float[Tensor, "*rows in"], **options: Tensor) -> Float[Tensor, "*rows out"]:
+        if self.updates.is_off:
+            return cast(Tensor, self.product(x, **options))
         x = x if self.norm is None else self.norm(x)
-        out = self.updates(x, self.product(x, **options))
+        out = self.updates(x, self.plain(x, **options))
         return out if self.activation is None else gate_and_mul(out, self.activation)
 
 
@@ -225,24 +287,26 @@ def hook_of(linear: nn.Module) -> AdaptedLinear | None:
     return next((hook for hook in linear._forward_hooks.values() if isinstance(hook, AdaptedLinear)), None)
 
 
-def without_hooks(linear: nn.Linear) -> nn.Linear:
-    """Return the layer with the same parameters and no hooks."""
-    other = copy.copy(linear)
-    other._forward_hooks = OrderedDict()
+def copy_without_hooks(module: M) -> M:
+    """Return a module with the same parameters and submodules, and no hooks."""
+    other = copy.copy(module)
+    other._modules, other._forward_hooks = dict(module._modules), OrderedDict()
     return other
 
 
-def use_kernels(model: nn.Module, max_num_rows: int) -> tuple[RowIndices, ...]:
+def use_kernels(model: nn.Module, max_num_rows: int, *, can_be_off: bool = True) -> RowIndices:
     """Let kernels add all adapters of a compiled model. Returns the indices that they read.
 
-    max_num_rows: the most rows of a step.
+    Args:
+        max_num_rows: the most rows of a step.
+        can_be_off: as in RowIndices.
     """
     weight = next(model.parameters())
-    rows = RowIndices(max_num_rows, weight.device)
+    rows = RowIndices(max_num_rows, weight.device, can_be_off=can_be_off)
     for module in model.modules():
         if (layer := hook_of(module)) is not None:
             layer.mapping.kernels = rows
             if layer.add is None:  # the module computes its hook
                 LowRankUpdates([cast(nn.Linear, module)], weight)
     model.register_forward_pre_hook(rows.begin)
-    return (rows,)
+    return rows

@@ -48,10 +48,11 @@ class Drafts:
         if speculative.method == "quantized":
             if runtime.rounded_copy is None:
                 raise UnsupportedError(
-                    "speculative_config with method 'quantized' needs C++ kernels on a CPU, and neither enforce_eager nor "
+                    "speculative_config with method 'quantized' needs kernels, and neither enforce_eager nor "
                     "tensor_parallel_size; leave them out, or use method 'ngram' or 'draft_model'"
                 )
             self._draft = replace(runtime, model=runtime.rounded_copy)
+            self.runtime = replace(runtime, kept_step_bytes=peak_graph_bytes(self._draft, config, 0))
         elif draft_model is not None:
             if speculative.method == "mtp":
                 runtime, draft = with_drafter(runtime, draft_model)
@@ -78,7 +79,9 @@ class Drafts:
         if draft is None:
             return NGramProposer(self._speculative)
         if method == "quantized":
-            return QuantizedProposer(LocalExecutor(draft, target.info, config, cache=target.runner.cache))
+            executor = LocalExecutor(draft, target.info, config, cache=target.runner.cache)
+            target.graph_owners.append(executor)
+            return QuantizedProposer(executor)
         num_blocks = -(-target.info.num_blocks * target.info.block_size // draft.block_size)
         executor = make_executor(draft, config, num_blocks=num_blocks, is_drafter=True)
         target.graph_owners.append(executor)

@@ -32,7 +32,7 @@ class SpeculativeConfig:
     method: Annotated["str | type[Proposer]", Doc(
         '"ngram" repeats what followed the newest tokens when they occurred before. "draft_model" asks a smaller model. "mtp" '
         'asks the layer for multi-token prediction of checkpoints of Qwen3.5. "quantized" asks the model itself, with its '
-        'weights rounded, by C++ kernels on a CPU. A class, or its name "my_module:MyProposer", is a Proposer '
+        'weights rounded, by kernels. A class, or its name "my_module:MyProposer", is a Proposer '
         "(nanoinfer.features.drafts.speculator) of your own.")]
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=64),
         Doc("The most tokens that are guessed per sequence and step.")] = 8

@@ -101,6 +101,6 @@ def rounded(heads: Keys) -> tuple[Int8[Tensor, "*heads head_dim"], Float32[Tenso
     """
     numbers = heads.float()
     largest = numbers.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, 127 / largest, 0.0)
+    factors = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)  # 127 / largest would round twice
     integers = (numbers * factors).nan_to_num(0.0).round().to(torch.int8)
     return integers, largest / 127

@@ -62,7 +62,7 @@ def test_rows_get_what_their_adapters_add(dtype):
     compiled = compile_model(model).model
     use_kernels(compiled, 40)
     products = [module for module in compiled.forward.__self__.modules() if isinstance(module, AdaptedProduct)]
-    assert [type(one.product) for one in products] == [compile.FewRowsLinear, compile.AddedLinear]
+    assert [type(one.plain) for one in products] == [compile.FewRowsLinear, compile.AddedLinear]
     assert [one.activation for one in products] == ["silu", None]
     put(plain, plain_layers)
     for _ in range(2):  # over what is there

@@ -69,10 +69,11 @@ def test_mistakes_are_one_sentence():
 
 
 def test_every_test_file_that_chooses_a_gpu_where_there_is_one_is_among_those_of_make_gpu():
-    choosing = ('"cuda" if torch.cuda.is_available()', "    if torch.cuda.is_available():")
+    choosing = ('"cuda" if torch.cuda.is_available()', "    if torch.cuda.is_available():", "pytest.mark.gpu")
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("cli", "bench")]
     found = {path for path in files if any(text in path.read_text(encoding="utf-8") for text in choosing)}
-    assert {path.relative_to(ROOT).as_posix() for path in found} <= set(checks.TESTS)
+    others = {path.relative_to(ROOT).as_posix() for path in found} - set(checks.TESTS)
+    assert others == {"tests/features/test_devices.py"}  # features:outcomes runs what it runs
     assert all((ROOT / path).is_file() for path in checks.TESTS + checks.SANITIZED[:2])
 
 
@@ -93,14 +94,15 @@ def test_the_command_prints_and_writes_each_line_and_ends_with_the_table(ending,
 
 
 def run_simulated(model, names):
-    from benchmarks.device import engine, host, kernels
+    from benchmarks.device import engine, features, host, kernels
     from tests.helpers import simulated_device
 
+    modules = {"engine": engine, "features": features, "host": host, "kernels": kernels}
     simulated_device.install()
     with simulated_device.engine_may_use_it():
         for name in names:
             module, function = name.split(":")
-            for result in getattr({"engine": engine, "host": host, "kernels": kernels}[module], function)(Setup("sim", model)):
+            for result in getattr(modules[module], function)(Setup("sim", model)):
                 print(json.dumps(result))
 
 
@@ -120,7 +122,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.long
 def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
     names = [*(f"engine:{name}" for name in ("workloads", "steps", "latency", "graphs", "prompts")), "kernels:bandwidths"]
-    names.append("host:steps")
+    names += ["host:steps", *(f"features:{name}" for name in ("fewer_bits", "families", "same_bits", "sleep"))]
     found = results_of(names, tmp_path)
     assert found["A"]["tokens/s"] > 0
     for overlaps in ("with", "without"):
@@ -139,6 +141,13 @@ def test_the_parts_that_measure_the_engine_yield_their_figures(tmp_path):
         assert compared["equal answers"] == 1
         assert compared["difference of logprobs"] < 1e-5
     assert found["1 rows, greedy"]["Python calls"] < found["16 rows, greedy"]["Python calls"]
+    assert found["F, bfloat16"]["ratio"] == 1
+    assert found["F, int8 cache"]["ratio"] > 0
+    assert found["Gemma 3"]["A, replayed"] == 1
+    assert found["experts"]["A, tokens/s"] > 0
+    assert found["adapters"]["1 adapters, tokens/s"] > 0
+    assert found["batch_invariant"].get("equal answers", 1) == 1
+    assert found["sleep"].get("equal answers", 1) == 1
 
 
 @needs_triton
