@@ -4,9 +4,13 @@ Each function that uses the device is called in a process of its own, because th
 """
 
 import gc
+import os
 import random
+import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -389,7 +393,17 @@ def run_ranks(path):
 
 
 def test_two_ranks_replay_the_same_steps_and_read_their_tokens_alone(tmp_path):
-    in_own_process(run_ranks, save("qwen3", tmp_path, num_key_value_heads=2, num_attention_heads=4))
+    path = save("qwen3", tmp_path, num_key_value_heads=2, num_attention_heads=4)
+    program = (
+        "import sys\nfrom tests.helpers import triton_interpreter\nfrom tests.end_to_end import test_simulated_device\n"
+        "test_simulated_device.run_ranks(sys.argv[1])"
+    )
+    command = [sys.executable, "-c", program, str(path)]  # a new Python, which forks the other rank itself
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=1200
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def adapters_give_the_tokens_of_the_cpu(path):
