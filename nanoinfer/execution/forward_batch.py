@@ -3,7 +3,6 @@
 In: a StepPlan. Out: a ForwardBatch. AttentionMetadata's docstring has an example.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,7 +56,7 @@ class BatchLists(NamedTuple):
             logits_indices=[index for _, index in plan.rows],
             first_decodes=firsts,
             num_decodes=plan.num_decode_tokens,
-            max_num_decodes=max(Counter(firsts).values(), default=1),
+            max_num_decodes=max(map(firsts.count, set(firsts)), default=1),
             block_copies=list(plan.block_copies),
             extras=tuple((seq.extras, start, stop) for seq, start, stop in runs if seq.extras),
         )

@@ -5,7 +5,6 @@ In: a finished runtime (runtime.py) and StepPlans. Out: StepOutputs.
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import ref
 
@@ -50,7 +49,7 @@ class LocalExecutor:
         owners = self.runner.graphs, *runtime.routes
         self.graph_owners: list[Replayer | Route | LocalExecutor] = [one for one in owners if one is not None]  # may grow
         self._previous_sampling_batch: SamplingBatch | None = None  # its columns are reused if the rows stay the same
-        self._late: Callable[[], LateTokens | None] = lambda: None  # the tokens of the last step, if they are chosen later
+        self._late: ref[LateTokens] | None = None  # the tokens of the last step, if they are chosen later
         if config.cudagraph_capture == "load" and self.runner.graphs is not None:
             self._capture_all(self.runner.graphs, runtime.routes)
 
@@ -59,7 +58,8 @@ class LocalExecutor:
         """Launch the plan, up to the sampled tokens on the device. See Executor.launch."""
         with self._in_step():
             start = time.perf_counter()
-            self._sample_late()
+            if self._late:
+                self._sample_late()
             batch = ForwardBatch.build(plan, self.info.block_size, self.device)
             if previous is not None:
                 fill_in(batch.input_ids, plan, previous.plan, previous.tokens.token_ids)
@@ -140,9 +140,9 @@ class LocalExecutor:
 
     def _sample_late(self) -> None:
         """Choose the tokens of the step before, if they were not. Its rows are valid until the next forward pass."""
-        if late := self._late():
+        late, self._late = self._late and self._late(), None
+        if late:
             late.sample()
-        self._late = lambda: None
 
     def _read_prompts(self, plan: StepPlan, hidden: Float[Tensor, "num_tokens hidden"], ends: HeadRows) -> bool:
         """Give rows of prompts to their readers. Returns whether one is answered: then its reader has waited for the device."""

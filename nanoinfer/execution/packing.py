@@ -49,6 +49,7 @@ def pack(plan: StepPlan, block_size: int) -> Packed:
 def first_decodes(plan: StepPlan) -> list[int]:
     """Return, for each decode, the first one of its sequence: a sequence's newest token and its drafts are decodes.
 
+    >>> from nanoinfer.scheduling.step_plan import ScheduledSequence
     >>> seq = Sequence("r0", [5], SamplingParams(), seed=0, max_num_tokens=9)
     >>> first_decodes(StepPlan((ScheduledSequence(seq, 1), ScheduledSequence(seq, 1, (6, 7)))))
     [0, 1, 1, 1]

@@ -91,7 +91,7 @@ struct Layer {
                 given.activation, adapted, 0, -1};
     }
 
-    int64_t scratch_bytes(const Case& given) const { return given.rows * given.num_in * scratch_bytes_per_input; }
+    int64_t scratch_bytes(const Case& given) const { return given.rows * given.num_in * packed_bytes_per_input; }
 };
 #endif
 

@@ -201,7 +201,8 @@ Terms2D terms_of_rows(const LinearCall& call, const Batch& batch, Member& me) {
 
 }  // namespace
 
-extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM, scratch_bytes_per_input = sizeof(Term) / PER_TERM;
+extern "C" const int64_t tile_size = TILE, num_per_term = PER_TERM;
+extern "C" const int64_t scratch_bytes_per_input = WIDENS ? sizeof(float) : 0, packed_bytes_per_input = sizeof(Term) / PER_TERM;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     multiply_by_a(*call, batch, me);

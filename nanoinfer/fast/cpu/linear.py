@@ -76,12 +76,12 @@ class PackedLinear:
         tiles = tile_definitions(dtype, num_in)
         source = Path(__file__).with_name("tile_linear.cpp" if tiles else "dense_linear.cpp")
         library = native.load(source, native.streamed(), *native.definitions_of(dtype), *tiles, structures=(LinearCall,))
-        names = ("tile_size", "num_per_term", "scratch_bytes_per_input")
-        tile, per_term, scratch = (c_int64.in_dll(library, name).value for name in names)
+        names = ("tile_size", "num_per_term", "scratch_bytes_per_input", "packed_bytes_per_input")
+        tile, per_term, scratch, packed = (c_int64.in_dll(library, name).value for name in names)
         if num_in % per_term:
             raise UnsupportedError(f"dense_linear.cpp needs inputs in multiples of {per_term}, got {num_in}")
-        self.scratch_bytes, self._kernel = scratch * num_in, library.linear
         self._is_packed = not tiles and packs_faster(library, dtype)
+        self.scratch_bytes, self._kernel = (packed if self._is_packed else scratch) * num_in, library.linear
         # [tiles, terms, tile, per_term]: a tile has each term of all its outputs in turn. The last tile is padded with zeros.
         sizes = -(-self.num_out // tile), num_in // per_term, tile, per_term
         if kept:

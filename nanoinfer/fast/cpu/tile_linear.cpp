@@ -68,7 +68,8 @@ void lay_out(const LinearCall& call, const Batch& batch, char* blocks, Member& m
 }  // namespace
 
 // Scratch: x with its rows rounded up to whole blocks, less than twice as many if there are more than FEW_ROWS.
-extern "C" const int64_t tile_size = TILE, num_per_term = 2, scratch_bytes_per_input = 2 * sizeof(Number);
+extern "C" const int64_t tile_size = TILE, num_per_term = 2;
+extern "C" const int64_t scratch_bytes_per_input = 2 * sizeof(Number), packed_bytes_per_input = scratch_bytes_per_input;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const int64_t num_tiles = (call->num_out + TILE - 1) / TILE, num_steps = call->num_in / STEP;

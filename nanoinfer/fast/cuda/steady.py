@@ -152,7 +152,8 @@ class SteadyExecutor(LocalExecutor):
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep:
         start = time.perf_counter()
         with torch.inference_mode(), self._in_step():
-            self._sample_late()
+            if self._late:
+                self._sample_late()
             if plan.rows is self._rows:
                 self.batch.begin_blocks()
             elif plan.rows is self._other_rows or not self._follow(plan, previous):

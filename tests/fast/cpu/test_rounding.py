@@ -206,7 +206,7 @@ def test_where_only_torch_computes_one_line_says_that_weights_are_rounded_plainl
         LLM(quantization=quantization, enforce_eager=why == "enforce_eager", **SETTINGS)
         lines = [record.message for record in caplog.records if "without calibration" in record.message]
         assert len(lines) == num_lines
-    assert lines[0].endswith("only torch computes, as with enforce_eager and without a C++ compiler")
+    assert lines[0].endswith("only torch computes, as with enforce_eager and without a compiler")
 
 
 def test_a_calibration_that_cannot_be_used_is_refused(folder, tmp_path, monkeypatch):
