@@ -144,7 +144,7 @@ def test_what_the_cells_import_comes_with_the_extra():
 def test_the_notebook_for_gpus_installs_what_make_gpu_imports():
     last = read(FOLDER / f"{ON_A_GPU}.ipynb").cells[-1].source
     assert "`!make gpu PYTHON=python`" in last
-    install = re.search(r"`(%pip install -e \. .*)`", last)[1]
+    install = re.search(r"`(%pip install -e \. [^`]*)`", last)[1]
     tests = [path.removesuffix(".py").replace("/", ".") for path in checks.TESTS]
     parts = [f"benchmarks.device.{name}" for name in ("__main__", *{part.function.partition(":")[0] for part in PARTS})]
     code = f"import sys, benchmarks.report, tests.conftest, {', '.join((*parts, *tests))}; print(*sys.modules)"

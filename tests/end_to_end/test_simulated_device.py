@@ -303,7 +303,10 @@ WITH_EXPERTS = dict.fromkeys(("_route_kernel", "_few_gated_kernel", "_few_down_k
 
 @pytest.mark.parametrize(
     ("family", "expected", "per_layer"),
-    [("qwen3", {"_decode_linear_kernel": 4, "_decode_attention_kernel": 1}, 5), ("qwen3_moe", WITH_EXPERTS, 8)],
+    [
+        ("qwen3", {"_decode_linear_kernel": 4, "_decode_attention_kernel": 1}, 5),
+        pytest.param("qwen3_moe", WITH_EXPERTS, 8, marks=pytest.mark.long),
+    ],
 )
 def test_a_step_of_one_row_has_five_kernels_a_layer_or_eight_with_experts_and_ten_more(family, expected, per_layer, tmp_path):
     """Qwen3-0.6B has 28 layers, so its step has 150 kernels."""
@@ -499,11 +502,11 @@ def test_a_compiled_model_takes_the_bytes_of_the_plain_one_whatever_its_family(t
     in_own_process(run_weights, [save(family, tmp_path / family) for family in FAMILIES])
 
 
-def rounded_weights_give_the_tokens_of_the_cpu(path):
+def rounded_weights_give_the_tokens_of_the_cpu(path, names=("int8",)):
     """Of a model without moments, as an eager one. The device never has the matrices of linear layers in 16 bits."""
     prompts, params = [[5, 6, 7] * 4, [3, 4, 1, 2, 8], [1, 2, 3] * 7, [11]], [GREEDY] * 4
     cpu = {"device": "cpu", "enforce_eager": True, "kv_cache_memory": 2**22, "logprobs_mode": "raw_logits"}
-    expected = {name: tiny_models.clear_tokens(LLM(path, quantization=name, **cpu), prompts, GREEDY) for name in BITS}
+    expected = {name: tiny_models.clear_tokens(LLM(path, quantization=name, **cpu), prompts, GREEDY) for name in names}
     with simulated(mock.patch("nanoinfer.fast.cpu.calibration.find_moments", return_value={})) as device:
         for name, clear in expected.items():
             options = {"device": "sim", "quantization": name, "dtype": "float16"}
@@ -520,6 +523,10 @@ def rounded_weights_give_the_tokens_of_the_cpu(path):
             llm.close()
             del llm, tables, captured
             check_bytes_of_rounded_weights(path, name, options, device)
+
+
+def weights_in_4_bits_give_the_tokens_of_the_cpu(path):
+    rounded_weights_give_the_tokens_of_the_cpu(path, ["int4"])
 
 
 def check_bytes_of_rounded_weights(path, quantization, options, device):
@@ -680,6 +687,7 @@ def the_device_is_refused_unless_a_test_allows_it(path):
         ),
         (weights_of_a_compiled_model_are_replaced_and_a_sleeping_engine_gives_its_memory_back, "qwen3"),
         (rounded_weights_give_the_tokens_of_the_cpu, "qwen3"),
+        pytest.param(weights_in_4_bits_give_the_tokens_of_the_cpu, "qwen3", marks=pytest.mark.long),
         (every_route_of_the_sampler_and_beams_give_the_tokens_of_the_cpu, "qwen2"),
         (the_blocks_of_forks_are_copied_in_all_layers_by_one_kernel, "gpt2"),
         (a_prefix_cache_on_disk_is_written_and_read, "gpt2"),
@@ -692,7 +700,8 @@ def the_device_is_refused_unless_a_test_allows_it(path):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_on_a_device_that_is_not_the_cpu(run, family, tmp_path):
-    wide = {"hidden_size": 64, "intermediate_size": 128} if run is rounded_weights_give_the_tokens_of_the_cpu else {}
+    is_rounded = run in (rounded_weights_give_the_tokens_of_the_cpu, weights_in_4_bits_give_the_tokens_of_the_cpu)
+    wide = {"hidden_size": 64, "intermediate_size": 128} if is_rounded else {}
     in_own_process(run, save(family, tmp_path, **wide))
 
 
