@@ -194,7 +194,11 @@ def decode_step(model, cache, lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("qwen2", None), ("qwen3", None), ("llama", None), ("gemma3_window", None), ("qwen2", "int4"), ("gemma3_window", "int8")],
+    [
+        *((family, None) for family in ("qwen2", "qwen3", "llama", "gemma3_window")),
+        ("qwen2", "int4"),
+        pytest.param("gemma3_window", "int8", marks=pytest.mark.long),
+    ],
 )
 def test_a_layer_of_few_rows_has_five_launches(family, quantization, tmp_path, monkeypatch):
     """And one more for each norm, rotation or merge in a larger step, whose numbers are the same. Gemma 3 has two more.
