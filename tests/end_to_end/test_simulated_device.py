@@ -151,7 +151,7 @@ def run_random_requests(family, path, num_requests, **options):
     [
         pytest.param(family, num, marks=[pytest.mark.long] * (num > 10 or family != "gpt_oss_window"))
         for family in FAMILIES
-        for num in (4, 100)
+        for num in (5, 100)
     ],
 )
 def test_random_requests_get_the_tokens_of_the_cpu(family, num_requests, tmp_path):
