@@ -41,7 +41,7 @@ one-file: .venv/installed-test
 
 # The lint runs beside the tests, and says at the end what it found. python -m tests.seconds shows where the time went.
 test: .venv/installed-test
-	@echo "make test takes 8 minutes on two cores that do nothing else. make check is its quick part."
+	@echo "make test takes 9 minutes on two cores that do nothing else. make check is its quick part."
 	@($(LINT)) > .lint.log 2>&1 & lint=$$!; \
 		$(BIN)/python -m pytest -n auto --dist worksteal --durations=50 --junitxml=build/tests.xml; tests=$$?; \
 		wait $$lint; linted=$$?; cat .lint.log; exit $$((tests || linted))
