@@ -110,7 +110,7 @@ def accelerate_on_cuda(runtime: Runtime, config: EngineConfig) -> Runtime:
     if routes and backend.supports_cuda_graph and shards is None:  # rank 0 alone draws
         routes = (SamplerGraphs(num_rows, capture, on_first_use=on_first_use), *routes)
     runtime = replace(runtime, model=cast(Model, report.model), routes=routes, report=report)
-    if config.bits_of_copy is not None and runtime.weights.shards is None:  # else build.py refuses such drafts, on rank 0 alone
+    if config.bits_of_copy is not None and shards is None:  # else build.py refuses such drafts, on rank 0 alone
         drafter = compile_model(model, f"int{config.bits_of_copy}", weights=weights)
         runtime = replace(runtime, rounded_copy=cast(Model, drafter.model))
     if is_invariant and not config.quantization and find_spec("triton"):

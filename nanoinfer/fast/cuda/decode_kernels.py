@@ -308,6 +308,18 @@ def supports(x: Tensor, linear: nn.Linear, norm: Norm | None = None) -> bool:
     return has_rows and all(tensor.dtype is x.dtype and tensor.is_contiguous() for tensor in read)
 
 
+def columns_and_tile(num_out: int, num_in: int, num_bits: int, tile_bytes: int = _TILE_BYTES) -> tuple[int, int]:
+    """Return the columns of a program of a linear layer, and its inputs at a time.
+
+    num_bits: of the weights of an input and a column. tile_bytes: of the weights that a program loads before it waits.
+    """
+    tile = triton.next_power_of_2(num_in) if num_in <= _MAX_TILE else _MAX_TILE // 2
+    columns = max(tile_bytes // (tile * num_bits // 8), 1)
+    while columns > 1 and num_out >= _MIN_PROGRAMS > triton.cdiv(num_out, columns):
+        columns //= 2
+    return columns, tile
+
+
 def supports_attention(q: Queries, metadata: AttentionMetadata) -> bool:
     """Whether decode_attention computes a step: few decodes, no prompt, and products on tensor cores.
 
@@ -339,10 +351,7 @@ def decode_linear(
         in_place: the result is written over the residual.
     """
     num_out, num_in = len(weight) // (1 + gated), weight.shape[1]
-    tile = triton.next_power_of_2(num_in) if num_in <= _MAX_TILE else _MAX_TILE // 2
-    columns = max(_TILE_BYTES // (tile * x.element_size() * (1 + gated)), 1)
-    while columns > 1 and num_out >= _MIN_PROGRAMS > triton.cdiv(num_out, columns):
-        columns //= 2
+    columns, tile = columns_and_tile(num_out, num_in, 8 * x.element_size() * (1 + gated))
     out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
     scale, eps, zero_centred = norm or (None, 0.0, False)
     _launch(

@@ -28,7 +28,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, fx, nn
 
 from nanoinfer.attention.triton import uses_tensor_cores
-from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, _launch, _load_weights, gdc_launch_dependents, gdc_wait
+from nanoinfer.fast.cuda.decode_kernels import (
+    _MAX_TILE,
+    _MIN_PROGRAMS,
+    _TILE_BYTES,
+    MAX_ROWS,
+    _launch,
+    _load_weights,
+    gdc_launch_dependents,
+    gdc_wait,
+)
 from nanoinfer.fast.fuse import ADD, FusedLinear
 from nanoinfer.fast.trace import Trace, has_hooks
 from nanoinfer.features.training.stored import StoredParameter
@@ -36,10 +45,8 @@ from nanoinfer.models.gpt_oss import ClampedSwiGLU, route_among_chosen
 from nanoinfer.models.layers import Hidden, SwiGLU, Untraced
 from nanoinfer.models.qwen_moe import Experts, route
 
-_TILE_BYTES = 2**14  # weights that a program of few rows loads at a time
 # Inputs at a time. A thread has several, or its product in fp32 would be fused with the sum over threads, which then differ.
-_MIN_TILE, _MAX_TILE = 256, 4096
-_MIN_PROGRAMS = 512  # about four for each processor of an H100
+_MIN_TILE = 256
 _LISTED = 1024  # pairs at a time
 # Pairs and columns of a program, inputs at a time, warps and stages. Experts with many pairs have the larger tiles.
 _SMALL, _LARGE, _IN_FP32 = (16, 32, 128, 4, 3), (64, 64, 64, 4, 3), (16, 32, 32, 4, 1)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanoinfer.attention.triton import _load_scale
-from nanoinfer.fast.cuda.decode_kernels import _MAX_TILE, _MIN_PROGRAMS, MAX_ROWS, _launch, _sum_of_squares
+from nanoinfer.fast.cuda.decode_kernels import MAX_ROWS, _launch, _sum_of_squares, columns_and_tile
 from nanoinfer.fast.cuda.fused_kernels import Norm
 from nanoinfer.fast.cuda.integers import Integers, _integers_of, _load_groups
 from nanoinfer.fast.cuda.linear_kernel import _store_outputs
@@ -112,10 +112,7 @@ def integer_linear(
 ) -> Float[Tensor, "num_tokens out"]:
     """Compute a linear layer for at most MAX_ROWS rows. The arguments are those of decode_linear, contiguous but for x."""
     num_out, num_in, bits = len(weight.packed) // (1 + gated), weight.num_in, weight.bits
-    tile = triton.next_power_of_2(num_in) if num_in <= _MAX_TILE else _MAX_TILE // 2
-    columns = max(_TILE_BYTES // (tile * bits // 8 * (1 + gated)), 1)
-    while columns > 1 and num_out >= _MIN_PROGRAMS > triton.cdiv(num_out, columns):
-        columns //= 2
+    columns, tile = columns_and_tile(num_out, num_in, bits * (1 + gated), _TILE_BYTES)
     out = x.new_empty(len(x), num_out) if residual is None or not in_place else residual
     scale, eps, zero_centred = norm or (None, 0.0, False)
     _launch(
