@@ -25,7 +25,8 @@ namespace {
 typedef std::conditional_t<PER_TERM == 1, Number, Term> StoredTerm;
 
 constexpr int TILE = VECTORS * LANES;  // outputs
-constexpr int TASK_ROWS = 12 * ROWS;   // the maximum number of rows that a thread computes at a time
+constexpr int TASK_ROWS = 96;         // the maximum number of rows that a thread computes at a time
+constexpr int TERM_BYTES = VECTORS * sizeof(StoredTerms), LINE = 64;  // of a tile, and of the cache
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
 constexpr int BLOCK = 192;            // terms
 constexpr int BLOCK_AHEAD = 48;       // vectors of a block that are fetched ahead, from the second cache
@@ -41,15 +42,25 @@ const StoredTerms* weights(const LinearCall& call, int64_t tile) {
     return static_cast<const StoredTerms*>(call.weight) + tile * (call.num_in / PER_TERM) * VECTORS;
 }
 
-// WIDTH vectors of a tile's outputs, from vector `first` on, for NUM rows from `row` on. For each term, num_ahead vectors from
-// `ahead` on are fetched meanwhile.
+// As vectors.h has it, with one place ahead or VECTORS places for each term.
+template <int NUM, int WIDTH, class Stored>
+void multiply_ahead(Floats (&sums)[NUM][WIDTH], const Term* numbers, int64_t number_stride, int64_t term_stride,
+                    const Stored* vectors, int64_t num_terms, const Ahead& ahead) {
+    if (ahead.num == 1) {
+        multiply<1>(sums, numbers, number_stride, term_stride, vectors, VECTORS, num_terms, ahead);
+    } else {
+        multiply<VECTORS>(sums, numbers, number_stride, term_stride, vectors, VECTORS, num_terms, ahead);
+    }
+}
+
+// WIDTH vectors of a tile's outputs, from vector `first` on, for NUM rows from `row` on.
 template <int NUM, int WIDTH>
 void compute(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t row,
-             const StoredTerms* ahead, int num_ahead) {
+             const Ahead& ahead) {
     const int64_t num_terms = call.num_in / PER_TERM;
     for (int i = 0; i < NUM; i++) fetch_outputs(call, batch, row + i, tile * TILE + first * LANES, WIDTH * LANES);
     Floats sums[NUM][WIDTH] = {};
-    multiply(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile) + first, VECTORS, num_terms, ahead, num_ahead);
+    multiply_ahead(sums, x.terms + row * x.stride, x.stride, 1, weights(call, tile) + first, num_terms, ahead);
     for (int i = 0; i < NUM; i++) write_outputs(call, batch, row + i, tile * TILE + first * LANES, sums[i]);
 }
 
@@ -58,32 +69,36 @@ constexpr decltype(&compute<1, WIDTH>) VARIANTS[] = {compute<1, WIDTH>, compute<
                                                      compute<5, WIDTH>, compute<6, WIDTH>, compute<7, WIDTH>, compute<8, WIDTH>};
 static_assert(ROWS <= 8);
 
-// A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, num_ahead
-// vectors for each term. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row
-// there is nothing to do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of
-// the rows fetches the next tile, because the same tile is used again after every other part.
+// One of num_passes equal parts of a tile's next num_terms terms, which are fetched during the products of as many terms.
+Ahead part_ahead(const StoredTerms* next, int64_t num_terms, int64_t pass, int64_t num_passes) {
+    const int num = TERM_BYTES > num_passes * LINE ? VECTORS : 1;
+    const int64_t step = (TERM_BYTES + num_passes * num - 1) / (num_passes * num);
+    return {reinterpret_cast<const char*>(next) + pass * num_terms * num * step, step, num};
+}
+
+// A task: a tile for the rows first .. last - 1. The passes over the rows fetch the next tile from memory meanwhile, each an equal
+// part. Without this, reading and multiplying alternate: 16 rows took 1.3 to 1.6 times as long. With one row there is nothing to
+// do meanwhile, and what is fetched is FETCH_AHEAD vectors ahead in the same tile. Only the last part of the rows fetches the
+// next tile, because the same tile is used again after every other part.
 void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
                   bool is_last_part) {
     const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
-    const StoredTerms* weight = weights(call, tile);
+    const StoredTerms *weight = weights(call, tile), *next = weight + num_terms * VECTORS;
     if (last - first == 1) {
-        compute<1, VECTORS>(call, batch, x, tile, 0, first, weight + FETCH_AHEAD, VECTORS);
+        compute<1, VECTORS>(call, batch, x, tile, 0, first, {weight + FETCH_AHEAD, sizeof(StoredTerms), VECTORS});
         return;
     }
-    const StoredTerms* next = weight + num_terms * VECTORS;
-    const int num_ahead = is_last_part ? (VECTORS + num_passes - 1) / num_passes : 0;
-    for (int64_t row = first, fetched = 0; row < last; row += ROWS, fetched += num_ahead) {
-        const int64_t num = std::min<int64_t>(ROWS, last - row);
-        const StoredTerms* ahead = next + fetched * num_terms;
-        VARIANTS<VECTORS>[num - 1](call, batch, x, tile, 0, row, ahead, fetched < VECTORS ? num_ahead : 0);
+    for (int64_t pass = 0; pass < num_passes; pass++) {
+        const int64_t row = first + pass * ROWS, num = std::min<int64_t>(ROWS, last - row);
+        const Ahead ahead = is_last_part ? part_ahead(next, num_terms, pass, num_passes) : Ahead{weight, 0, 1};
+        VARIANTS<VECTORS>[num - 1](call, batch, x, tile, 0, row, ahead);
     }
 }
 
 // Add the products of NUM rows of packed terms with a block of a tile's weights to the sums of the rows.
 template <int NUM, class Stored>
-void add_block(Floats (*sums)[VECTORS], const Term* x, const Stored* weight, int64_t num_terms, const StoredTerms* ahead,
-               int num_ahead) {
-    multiply(*reinterpret_cast<Floats(*)[NUM][VECTORS]>(sums), x, 1, NUM, weight, VECTORS, num_terms, ahead, num_ahead);
+void add_block(Floats (*sums)[VECTORS], const Term* x, const Stored* weight, int64_t num_terms, const Ahead& ahead) {
+    multiply_ahead(*reinterpret_cast<Floats(*)[NUM][VECTORS]>(sums), x, 1, NUM, weight, num_terms, ahead);
 }
 
 template <class Stored>
@@ -97,6 +112,7 @@ constexpr decltype(&add_block<1, Stored>) BLOCK_VARIANTS[] = {
 void compute_blocks(const LinearCall& call, const Batch& batch, const Term* packed, int64_t tile, int64_t first, int64_t last,
                     bool is_last_part) {
     const int64_t num_terms = call.num_in / PER_TERM;
+    const int64_t num_fetching = std::min<int64_t>(VECTORS, (last - first + ROWS - 1) / ROWS);
     Floats sums[TASK_ROWS][VECTORS] = {};
     Terms wide[WIDENS ? BLOCK * VECTORS : 1];
     for (int64_t start = 0; start < num_terms; start += BLOCK) {
@@ -105,14 +121,14 @@ void compute_blocks(const LinearCall& call, const Batch& batch, const Term* pack
         for (int64_t i = 0; WIDENS && i < num * VECTORS; i++) wide[i] = loaded(weight[i]);
         for (int64_t row = first; row < last; row += ROWS) {
             const int64_t num_rows = std::min<int64_t>(ROWS, last - row), pass = (row - first) / ROWS;
-            const bool fetches_next = is_last_part && pass < VECTORS;
-            const StoredTerms* ahead = fetches_next ? next + pass * num : weight + BLOCK_AHEAD;
-            const int num_ahead = fetches_next ? 1 : WIDENS ? 0 : VECTORS;
-            const Term* x = packed + row * num_terms + start * num_rows;
+            const Term* x = packed + start * batch.num_rows + row * num;
+            Ahead ahead{weight + BLOCK_AHEAD, sizeof(StoredTerms), VECTORS};
+            if (WIDENS) ahead = {x + ROWS * num, ROWS * sizeof(Term), 1};
+            if (is_last_part && pass < num_fetching) ahead = part_ahead(next, num, pass, num_fetching);
             if constexpr (WIDENS) {
-                BLOCK_VARIANTS<Terms>[num_rows - 1](sums + row - first, x, wide, num, ahead, num_ahead);
+                BLOCK_VARIANTS<Terms>[num_rows - 1](sums + row - first, x, wide, num, ahead);
             } else {
-                BLOCK_VARIANTS<StoredTerms>[num_rows - 1](sums + row - first, x, weight, num, ahead, num_ahead);
+                BLOCK_VARIANTS<StoredTerms>[num_rows - 1](sums + row - first, x, weight, num, ahead);
             }
         }
     }
@@ -148,9 +164,10 @@ const Term* pack(const LinearCall& call, const Batch& batch, Member& me) {
     Term* packed = static_cast<Term*>(batch.arrays[call.scratch]);
     for (int64_t group : me.share((batch.num_rows + ROWS - 1) / ROWS)) {
         const int num_rows = std::min<int64_t>(ROWS, batch.num_rows - group * ROWS);
-        Term* to = packed + group * ROWS * num_terms;
         for (int64_t start = 0; start < num_terms; start += LANES) {
             const int num = std::min<int64_t>(LANES, num_terms - start);
+            const int64_t block = start / BLOCK * BLOCK, num_block = std::min<int64_t>(BLOCK, num_terms - block);
+            Term* to = packed + block * batch.num_rows + group * ROWS * num_block + (start - block) * num_rows;
             Terms rows[ROWS] = {};
             for (int i = 0; i < num_rows; i++) {
                 const Number* from = call.x.row<Number>(batch, group * ROWS + i) + start * PER_TERM;
@@ -159,7 +176,6 @@ const Term* pack(const LinearCall& call, const Batch& batch, Member& me) {
             if (num_rows == ROWS) {
                 interleave(rows);
                 std::memcpy(to, rows, num * sizeof(Term) * ROWS);
-                to += num * ROWS;
             } else {
                 for (int term = 0; term < num; term++) {
                     for (int i = 0; i < num_rows; i++) *to++ = rows[i][term];
@@ -179,7 +195,7 @@ void compute_needed(const LinearCall& call, const Batch& batch, const Terms2D& x
         const StoredTerms* weight = weights(call, tile) + vector;
         for (int64_t term = 0; term < call.num_in / PER_TERM; term++) __builtin_prefetch(weight + term * VECTORS);
         for (int64_t row = first; row < last; row += ROWS) {
-            VARIANTS<1>[std::min<int64_t>(ROWS, last - row) - 1](call, batch, x, tile, vector, row, nullptr, 0);
+            VARIANTS<1>[std::min<int64_t>(ROWS, last - row) - 1](call, batch, x, tile, vector, row, {weight, 0, 1});
         }
     }
 }

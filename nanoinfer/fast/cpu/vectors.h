@@ -246,21 +246,40 @@ inline Terms loaded(const Stored& stored) {
     }
 }
 
+// A vector that GCC must not read again for each of its products. It does so where they take all of 16 registers, and 12 products
+// take longer with 16 reads than with 7.
+inline Terms in_register(Terms x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    if constexpr (sizeof x == 32) asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// What is fetched into the processor's cache during products: for each term `num` places, `step` bytes apart.
+struct Ahead {
+    const void* place;
+    int64_t step;
+    int num;
+};
+
 // Add the products of number i and vector j to sums[i][j], term after term. The strides are those of numbers i, of their terms,
-// and of the vectors' terms. For each term, num_ahead vectors from `ahead` on are fetched into the processor's cache. The vectors
-// of a single number are read once per step, which STREAMED says to the processor.
-template <int NUMBERS, int VECTORS, class Stored, class Ahead = Stored>
+// and of the vectors' terms. NUM_AHEAD is ahead.num. It is known to the compiler, because a loop over it takes 8 instructions for
+// each term, and 24 products take 12 cycles, in which some processors begin 48 instructions. The vectors of a single number are
+// read once per step, which STREAMED says to the processor.
+template <int NUM_AHEAD = 0, int NUMBERS, int VECTORS, class Stored>
 __attribute__((always_inline)) inline void multiply(
     Floats (&sums)[NUMBERS][VECTORS], const Term* numbers, int64_t number_stride, int64_t term_stride, const Stored* vectors,
-    int64_t vector_stride, int64_t num_terms, const Ahead* ahead = nullptr, int num_ahead = 0) {
+    int64_t vector_stride, int64_t num_terms, Ahead ahead = {}) {
     Floats own[NUMBERS][VECTORS];  // clang++ leaves an array in memory if its address is known elsewhere
     std::memcpy(own, sums, sizeof own);
+    const char* place = static_cast<const char*>(ahead.place);
 #pragma GCC unroll 1  // clang++ would load the numbers of several terms at once, for which there are no registers
     for (int64_t term = 0; term < num_terms; term++) {
-        for (int i = 0; i < num_ahead; i++) __builtin_prefetch(ahead++, 0, NUMBERS == 1 ? STREAMED : 3);
+#pragma GCC unroll 4
+        for (int i = 0; i < NUM_AHEAD; i++, place += ahead.step) __builtin_prefetch(place, 0, NUMBERS == 1 ? STREAMED : 3);
         Terms terms[VECTORS];
 #pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) terms[j] = loaded(vectors[j]);
+        for (int j = 0; j < VECTORS; j++) terms[j] = NUMBERS > 1 ? in_register(loaded(vectors[j])) : loaded(vectors[j]);
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++) {
 #pragma GCC unroll 4
