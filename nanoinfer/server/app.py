@@ -6,7 +6,7 @@ In: HTTP requests. Out: responses. protocol.py defines what a request means, and
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -223,10 +223,10 @@ class GenerationEndpoints:
         lora_request = self.models.adapters.get(body.model or "")
         # Found before anything is awaited, because another client may drop the adapter meanwhile.
         adapter = None if lora_request is None else adapter_of(self.inputs, lora_request)
-        to_params = partial(protocol.to_sampling_params, body, self.default)
+        params = cache(partial(protocol.to_sampling_params, body, self.default))  # in the thread of the first prompt
 
         def prepare_adapted(prepare: Callable[[SamplingParams], PreparedRequest]) -> PreparedRequest:
-            prepared = prepare(params)
+            prepared = prepare(params())
             if self.cache_salt_by_key:
                 prepared = replace(prepared, cache_salt=f"{http.key}{prepared.cache_salt or ''}")
             return prepared if adapter is None else adapter.added_to(prepared)
@@ -235,7 +235,6 @@ class GenerationEndpoints:
         field = reply.response_format if body.format_field == "response_format" else body.format_field
         reply.answers.format_field = field
         try:
-            params = await self.async_llm.threads.run(to_params, is_large=http.is_large)
             await reply.answers.submit(self.async_llm, adapted, is_large=http.is_large)
         except InvalidValueError as error:
             if (refused := refused_format(str(error), field)) is None:

@@ -7,9 +7,11 @@ does not know who reads them (server/async_llm.py).
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from nanoinfer.engine.inputs import PreparedRequest
@@ -21,22 +23,26 @@ from nanoinfer.errors import first_line, starting_threads
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+TOGETHER_SECONDS = 0.02  # the most that an idle engine waits for requests that are being prepared
 MAX_FAILED_STEPS = 3  # after this many failed steps in a row, the engine is dead
 
 
 class EngineThread(threading.Thread):
     """The thread of one engine. error: why the engine is dead, in which case every request fails. None: the engine works."""
 
-    def __init__(self, load: Callable[[], LLMEngine], publish: Callable[[list[Request]], object]) -> None:
+    def __init__(
+        self, load: Callable[[], LLMEngine], publish: Callable[[list[Request]], object], num_coming: Callable[[], int]
+    ) -> None:
         """Start the thread, and wait until the engine is loaded. Raises: the errors of `load`.
 
         `load` is called in the new thread, because CUDA's current device belongs to a thread, and because torch's operators
         start threads of their own for each thread that calls them: in steps with enforce_eager, and while a model is loaded.
-        `publish` is called there after a step, with the requests that have new Deltas.
+        `publish` is called there after a step, with the requests that have new Deltas, and `num_coming` before the first step of
+        requests, which waits for as many others to be submitted, up to TOGETHER_SECONDS.
         """
         super().__init__(name="nanoinfer engine", daemon=True)
         self.error: str | None = None
-        self._load, self._publish = load, publish
+        self._load, self._publish, self._num_coming = load, publish, num_coming
         self._loaded: Future[LLMEngine] = Future()
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}  # not yet published as finished
@@ -79,6 +85,7 @@ class EngineThread(threading.Thread):
                 if not engine.num_unfinished:
                     engine.capture_graphs(is_over=lambda: not self._commands.empty())
                     self._commands.get()()  # idle: wait for a command
+                    self._wait_for_others()
                 while not self._commands.empty():
                     self._commands.get()()
                 if engine.num_unfinished:
@@ -88,6 +95,13 @@ class EngineThread(threading.Thread):
                 num_failed += 1
                 self._step_failed(error, is_dead=num_failed == MAX_FAILED_STEPS)
             self._publish_news()
+
+    def _wait_for_others(self) -> None:
+        """Wait for requests that arrived with the first one, which would otherwise wait for a step of its prompt alone."""
+        end = time.monotonic() + TOGETHER_SECONDS
+        while self._num_coming() and (left := end - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._commands.get(timeout=left)()
 
     def _submit(self, prepared: PreparedRequest, request_id: str) -> None:
         refusals = self.engine.refusals.values()  # the engine may have been paused after the request was prepared

@@ -23,7 +23,7 @@ from nanoinfer.server.settings import ServerSettings
 
 logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for everything but requests
 KEEP_ALIVE_SECONDS = 5
-SWITCH_INTERVAL = 0.0005  # seconds that a thread may keep the interpreter while others wait (Python's default is 0.005)
+SWITCH_INTERVAL = 0.002  # seconds that a thread may keep the interpreter while others wait (Python's default is 0.005)
 FLUSH_SECONDS = 5  # the time for the last bytes of aborted requests. Then clients that do not read them are disconnected
 
 

@@ -51,7 +51,7 @@ def test_the_thread_of_a_server_captures_while_it_is_idle_until_a_command_arrive
             assert go_on.wait(600)
             return super().capture_next()
 
-    thread = EngineThread(lambda: LLMEngine(Waiting(), EngineConfig()), lambda news: None)
+    thread = EngineThread(lambda: LLMEngine(Waiting(), EngineConfig()), lambda news: None, lambda: 0)
     executor = thread.engine.executor
     assert begun.wait(600)
     called = thread.call(lambda: executor.num_left)

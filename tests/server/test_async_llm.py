@@ -17,6 +17,7 @@ from nanoinfer.features.structured import grammar
 from nanoinfer.outputs import Delta
 from nanoinfer.sampling.sampler import STAGES
 from nanoinfer.server import async_llm as async_llm_module
+from nanoinfer.server import engine_thread
 from nanoinfer.server.async_llm import merged
 from tests.helpers import tiny_models
 from tests.helpers.limited_steps import limited_steps
@@ -384,9 +385,44 @@ def test_a_step_calls_the_event_loop_once_for_first_tokens_and_once_for_later_on
     assert serve(scenario, async_scheduling=False) == calls
 
 
-@pytest.mark.parametrize(("num_streams", "hold_seconds"), [(7, 0.007), (64, 0.050)])
+@pytest.mark.parametrize(("most_seconds", "num_in_first_step"), [(120, 2), (0, 1)])
+@with_async_llm(async_scheduling=False)
+async def test_an_idle_engine_waits_for_a_request_that_is_being_prepared(
+    async_llm, monkeypatch, most_seconds, num_in_first_step
+):
+    """The second request is prepared after the engine has got the first one."""
+    engine, has_first, sizes, is_stepping = async_llm.engine, threading.Event(), [], threading.Event()
+    submit_to_engine, step = engine.submit, engine.step
+    its_params = params(ignore_eos=True)
+
+    def submit_and_tell(*args, **options):
+        has_first.set()
+        return submit_to_engine(*args, **options)
+
+    def counted_step():
+        sizes.append(engine.num_unfinished)
+        is_stepping.set()
+        return step()
+
+    def prepare(*, is_late):
+        assert not is_late or has_first.wait(120)
+        assert not is_late or most_seconds or is_stepping.wait(120)
+        return engine.inputs.prepare_prompt(PROMPTS[0], its_params)
+
+    monkeypatch.setattr(engine_thread, "TOGETHER_SECONDS", most_seconds)
+    monkeypatch.setattr(engine, "submit", submit_and_tell)
+    monkeypatch.setattr(engine, "step", counted_step)
+    prepares = [partial(prepare, is_late=is_late) for is_late in (False, True)]
+    streams = await asyncio.gather(*(async_llm.submit(one, num_answers=1) for one in prepares))
+    for stream in streams:
+        async for _ in stream:
+            pass
+    assert sizes[0] == num_in_first_step
+
+
+@pytest.mark.parametrize(("num_streams", "hold_seconds"), [(7, 0.014), (64, 0.050)])
 @with_async_llm(async_scheduling=False, max_num_seqs=64)
-async def test_a_token_is_held_1_ms_for_each_open_stream_and_at_most_50(async_llm, num_streams, hold_seconds):
+async def test_a_token_is_held_2_ms_for_each_open_stream_and_at_most_50(async_llm, num_streams, hold_seconds):
     """The event loop's clock stands still, except where the test moves it."""
 
     loop, planned, its_params = asyncio.get_running_loop(), [], params(max_tokens=40, ignore_eos=True)

@@ -49,7 +49,7 @@ def thread(published):
         loaded_in.add(threading.current_thread())
         return LLMEngine(FakeExecutor(), EngineConfig())
 
-    thread = EngineThread(load, published)
+    thread = EngineThread(load, published, lambda: 0)
     thread.loaded_in = loaded_in
     yield thread
     thread.close()

@@ -119,6 +119,6 @@ def test_work_is_done_by_the_threads_that_start_and_without_any_there_is_an_erro
 def test_whatever_needs_a_thread_of_its_own_names_the_limit(limited):
     limited(0)
     helper = HelperProcess("nanoinfer.features.chat.template", "chats", max_wait=1, max_seconds=60)
-    for start in (lambda: EngineThread(lambda: None, print), lambda: helper.ask("{}")):
+    for start in (lambda: EngineThread(lambda: None, print, lambda: 0), lambda: helper.ask("{}")):
         with pytest.raises(OutOfThreadsError, match="the system starts no more threads; raise the limit"):
             start()
