@@ -364,21 +364,24 @@ def _merged(
     partial_m, partial_l, partial_o, sinks, row,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one sequence: scale their m, l and o to the largest m and add. Returns [DIM]."""
-    splits = tl.arange(0, NUM_SPLITS)
+    """Merge the splits of one head of one sequence: scale their m, l and o to the largest m and add. Returns [DIM].
+
+    The splits are added in turn. Several threads may have the same sum, whose order of additions tl.sum does not promise.
+    """
     dims = tl.arange(0, DIM)
-    m = tl.load(partial_m + row * NUM_SPLITS + splits)
-    largest = tl.max(m, 0)
+    largest = tl.max(tl.load(partial_m + row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)), 0)
     if sinks is not None:
         sink = tl.load(sinks + row % NUM_HEADS)
         largest = tl.maximum(largest, sink)
-    shrink = tl.exp(m - largest)  # 0 for a split without keys
-    total = tl.sum(tl.load(partial_l + row * NUM_SPLITS + splits) * shrink, 0)
+    total, sums = 0.0, tl.zeros([DIM], dtype=tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at = row * NUM_SPLITS + split
+        shrink = tl.exp(tl.load(partial_m + at) - largest)  # 0 for a split without keys
+        total += tl.load(partial_l + at) * shrink
+        sums += tl.load(partial_o + at * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0) * shrink
     if sinks is not None:
         total += tl.exp(sink - largest)
-    where = (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
-    o = tl.load(partial_o + where, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    return tl.sum(o * shrink[:, None], 0) / total
+    return sums / total
 
 
 @triton.jit

@@ -640,9 +640,9 @@ class _DecodeAttention:
         return attend
 
 
-def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str) -> float:
+def check_decode_attention(dtype: torch.dtype, head_dim: int, option: str, num_splits: int = 2) -> float:
     """As check_attention, of a step's decodes in one kernel, whose last programs merge."""
-    with mock.patch.object(triton, "_TARGET_PROGRAMS", 16):
+    with mock.patch.object(triton, "_TARGET_PROGRAMS", 8 * num_splits):
         return compare(
             _DecodeAttention(), DECODES, block_size=16, num_kv_heads=2, group=2, head_dim=head_dim, dtype=dtype,
             tolerance=_tolerance, **OPTIONS[option],
@@ -783,6 +783,11 @@ CASES: dict[str, Callable[[], float]] = {
     for name in ("bfloat16", "float16")  # without tensor cores the step has the plain kernels
     for head_dim in (64, 128, 256)
     for option in OPTIONS
+} | {
+    f"decode_attention {num_splits} splits": lambda num_splits=num_splits: (
+        check_decode_attention(torch.bfloat16, 64, "plain", num_splits)
+    )
+    for num_splits in (8, 16)
 } | {
     f"step {family} {num_rows}": lambda family=family, num_rows=num_rows: check_step(family, num_rows, torch.bfloat16)
     for family in FAMILIES
