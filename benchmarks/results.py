@@ -166,6 +166,22 @@ def current() -> str:
     return _speeds(lambda one: not one.is_older_build and one in newest)
 
 
+def processors() -> str:
+    """GPT-2's newest ratio to OpenVINO on each processor: a row for each machine, dtype and load, a column for each workload."""
+    rows: dict[tuple[str, str, str], dict[str, Speed]] = {}
+    for (machine, model, dtype, workload, engine), one in _newest(Speed).items():
+        workload, _, load = workload.partition(", ")
+        if model == "GPT-2" and engine == "OpenVINO GenAI" and load in ("", "busy"):
+            rows.setdefault((machine, dtype, load or "quiet"), {})[workload] = one
+    head = ("machine", "dtype", "load", *(columns := ("A", "B16", "B64", "C", "D", "E")), "measured")
+    cells = []
+    for row, found in sorted(rows.items()):
+        dates = sorted({one.date for one in found.values()})
+        ratios = [found[name].show_ratio() if name in found else "" for name in columns]
+        cells.append([*row, *ratios, " to ".join(dict.fromkeys((dates[0], dates[-1])))])
+    return _markdown(head, cells)
+
+
 def history(words: str = "") -> str:
     """The rows of older builds and those that were measured again, and the sections of history.jsonl.
 
@@ -209,6 +225,7 @@ def forms() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "current": current,
+    "processors": processors,
     "perplexity": perplexity,
     "forms": forms,
 }
