@@ -187,7 +187,6 @@ FAULTS: dict[str, InPtx | InSource] = {
     "prefill: exchanged fragments of an mma": InPtx(
         "_prefill_kernel", rf"(mma\.sync\S+ {_FOUR}, \{{ )(%r\d+), (%r\d+)", r"\1\3, \2", "values"
     ),
-    "merge: no barrier in the sum over splits": InPtx("_merge_kernel", _BARRIER, "", "RaceFault"),
     "rms_norm: an exchange with the wrong lane": InPtx(
         "_rms_norm_kernel", _SHUFFLE.format(1), r"\1, 2, 31", "RaceFault", _of(cases.check_rms_norm)
     ),
@@ -268,6 +267,7 @@ FAULTS: dict[str, InPtx | InSource] = {
         "tl.store(partial_m + where, m, mask=(rows < GROUP * num_queries) & (first_key < last_key))", "UnwrittenFault",
         lambda: attention("plain"),
     ),
+    "merge: a split that is left out": InSource(triton, "static_range(NUM_SPLITS)", "static_range(NUM_SPLITS - 1)", "values"),
     "merge: the sink of another head": InSource(triton, "row % NUM_HEADS", "row // NUM_HEADS", "values"),
     "linear: no barrier before a tile is read": InPtx("_linear_kernel", _BARRIER, "", "RaceFault", linear("plain")),
     "linear: exchanged gate and up": InSource(

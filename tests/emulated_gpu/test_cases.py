@@ -53,7 +53,7 @@ def check(*cases, archs=(80,), faults=(), rest=()):
 
 
 QUICK_FAULTS = [
-    "prefill: exchanged fragments of an mma", "merge: no barrier in the sum over splits", "store: a mask that is always true",
+    "prefill: exchanged fragments of an mma", "decode: no barrier after the block table", "store: a mask that is always true",
     "PDL: no wait", "attention: the scales of another KV head", "experts: one tile of each expert",
     "decode_attention: a merge that nothing orders",
 ]  # fmt: skip
@@ -77,6 +77,7 @@ def test_the_kernels_of_a_decode_step_compute_their_definition_as_compiled_for_s
         "linear bfloat16 gated",
         "decode bfloat16 64 int8",
         "decode_attention bfloat16 64 int8",
+        "decode_attention 16 splits",
         "choose ties bfloat16",
         "step qwen3 3",
         archs=(90,),
@@ -112,6 +113,7 @@ LONG = {  # what -> cases
     ],
     "decodes with a fixed split": [f"invariant_decode {dtype}" for dtype in DTYPES],
     "steps": [f"step {family} {num_rows}" for family in ("qwen3", "qwen2", "llama", "gemma3") for num_rows in (1, 3, 6)],
+    "decodes with more splits than two": ["decode_attention 8 splits", "decode_attention 16 splits"],
     "draws from all logits without ties": ["draw spread", *(f"choose spread {dtype}" for dtype in DTYPES)],
     "offsets beyond 32 bits": ["far rotate bfloat16"],
     **{
