@@ -167,7 +167,7 @@ def current() -> str:
 
 
 def processors() -> str:
-    """GPT-2's newest ratio to OpenVINO on each processor: a row for each machine, dtype and load, a column for each workload."""
+    """GPT-2's newest ratios to OpenVINO: a row for each machine, dtype and load, a column for each workload."""
     rows: dict[tuple[str, str, str], dict[str, Speed]] = {}
     for (machine, model, dtype, workload, engine), one in _newest(Speed).items():
         workload, _, load = workload.partition(", ")

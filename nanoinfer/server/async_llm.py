@@ -41,8 +41,8 @@ from nanoinfer.server.engine_thread import EngineThread
 from nanoinfer.system.worker_threads import LARGE, ThreadPool, WorkerThreads
 
 NUM_GRAMMAR_THREADS = 8  # most only wait, up to MAX_WAIT_SECONDS, for the process that tries new grammars
-# An event costs the event loop some 200 microseconds of CPU (AMD EPYC, Zen 3), and a client on the same machine half as much. So
-# streams hold tokens for 2 ms each, to deliver them together, which limits the cost to a tenth of the time.
+# An event costs the event loop some 200 microseconds of CPU (AMD EPYC, Zen 3), and a client on the same machine half as much.
+# So streams hold tokens for 2 ms each, to deliver them together, which limits the cost to a tenth of the time.
 HOLD_SECONDS_PER_STREAM = 0.002
 MAX_HOLD_SECONDS = 0.05
 POLL_SECONDS = 0.02  # seconds between two checks whether all requests have ended

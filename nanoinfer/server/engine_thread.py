@@ -37,8 +37,8 @@ class EngineThread(threading.Thread):
 
         `load` is called in the new thread, because CUDA's current device belongs to a thread, and because torch's operators
         start threads of their own for each thread that calls them: in steps with enforce_eager, and while a model is loaded.
-        `publish` is called there after a step, with the requests that have new Deltas, and `num_coming` before the first step of
-        requests, which waits for as many others to be submitted, up to TOGETHER_SECONDS.
+        `publish` is called there after a step, with the requests that have new Deltas. `num_coming` is called there before the
+        first step of an idle engine, which waits while other requests are being prepared.
         """
         super().__init__(name="nanoinfer engine", daemon=True)
         self.error: str | None = None
