@@ -78,7 +78,7 @@ def test_running_requests_may_finish_and_new_ones_on_open_connections_get_503():
 
 
 @pytest.mark.slow
-def test_a_server_switches_threads_ten_times_as_often_exempts_what_was_loaded_and_reports_no_leaks_at_its_end():
+def test_a_server_switches_threads_more_often_exempts_what_was_loaded_and_reports_no_leaks_at_its_end():
     code = """
 import contextlib, gc, sys
 with contextlib.suppress(ImportError):
@@ -90,7 +90,7 @@ print(before[0] / sys.getswitchinterval(), before[1], gc.get_freeze_count() > 10
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     ratio, *rest = ended.stdout.split()
-    assert (float(ratio), rest, ended.returncode, ended.stderr) == (pytest.approx(10), ["0", "True"], 0, "")
+    assert (float(ratio), rest, ended.returncode, ended.stderr) == (pytest.approx(2.5), ["0", "True"], 0, "")
 
 
 @pytest.fixture
