@@ -25,7 +25,7 @@ namespace {
 typedef std::conditional_t<PER_TERM == 1, Number, Term> StoredTerm;
 
 constexpr int TILE = VECTORS * LANES;  // outputs
-constexpr int TASK_ROWS = 96;         // the maximum number of rows that a thread computes at a time
+constexpr int TASK_ROWS = 96;          // the maximum number of rows that a thread computes at a time
 constexpr int TERM_BYTES = VECTORS * sizeof(StoredTerms), LINE = 64;  // of a tile, and of the cache
 constexpr int FETCH_AHEAD = 4096 / sizeof(StoredTerms);
 constexpr int BLOCK = 192;            // terms
