@@ -248,7 +248,8 @@ inline Terms loaded(const Stored& stored) {
 
 // A vector that GCC must not read again for each of its products. It does so where they take all of 16 registers, and 12 products
 // take longer with 16 reads than with 7.
-inline Terms in_register(Terms x) {
+template <class Vector>
+inline Vector in_register(Vector x) {
 #if defined(__AVX__) && !defined(__AVX512F__)
     if constexpr (sizeof x == 32) asm("" : "+x"(x));
 #endif
