@@ -72,7 +72,7 @@ static_assert(ROWS <= 8);
 // One of num_passes equal parts of a tile's next num_terms terms, which are fetched during the products of as many terms.
 Ahead part_ahead(const StoredTerms* next, int64_t num_terms, int64_t pass, int64_t num_passes) {
     const int num = TERM_BYTES > num_passes * LINE ? VECTORS : 1;
-    const int64_t step = (TERM_BYTES + num_passes * num - 1) / (num_passes * num);
+    const int64_t step = ceil_div(TERM_BYTES, num_passes * num);
     return {reinterpret_cast<const char*>(next) + pass * num_terms * num * step, step, num};
 }
 
@@ -82,7 +82,7 @@ Ahead part_ahead(const StoredTerms* next, int64_t num_terms, int64_t pass, int64
 // next tile, because the same tile is used again after every other part.
 void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, int64_t tile, int64_t first, int64_t last,
                   bool is_last_part) {
-    const int64_t num_terms = call.num_in / PER_TERM, num_passes = (last - first + ROWS - 1) / ROWS;
+    const int64_t num_terms = call.num_in / PER_TERM, num_passes = ceil_div(last - first, ROWS);
     const StoredTerms *weight = weights(call, tile), *next = weight + num_terms * VECTORS;
     if (last - first == 1) {
         compute<1, VECTORS>(call, batch, x, tile, 0, first, {weight + FETCH_AHEAD, sizeof(StoredTerms), VECTORS});
@@ -112,7 +112,7 @@ constexpr decltype(&add_block<1, Stored>) BLOCK_VARIANTS[] = {
 void compute_blocks(const LinearCall& call, const Batch& batch, const Term* packed, int64_t tile, int64_t first, int64_t last,
                     bool is_last_part) {
     const int64_t num_terms = call.num_in / PER_TERM;
-    const int64_t num_fetching = std::min<int64_t>(VECTORS, (last - first + ROWS - 1) / ROWS);
+    const int64_t num_fetching = std::min<int64_t>(VECTORS, ceil_div(last - first, ROWS));
     Floats sums[TASK_ROWS][VECTORS] = {};
     Terms wide[WIDENS ? BLOCK * VECTORS : 1];
     for (int64_t start = 0; start < num_terms; start += BLOCK) {
@@ -162,7 +162,7 @@ void interleave(Terms (&rows)[ROWS]) {
 const Term* pack(const LinearCall& call, const Batch& batch, Member& me) {
     const int64_t num_terms = call.num_in / PER_TERM;
     Term* packed = static_cast<Term*>(batch.arrays[call.scratch]);
-    for (int64_t group : me.share((batch.num_rows + ROWS - 1) / ROWS)) {
+    for (int64_t group : me.share(ceil_div(batch.num_rows, ROWS))) {
         const int num_rows = std::min<int64_t>(ROWS, batch.num_rows - group * ROWS);
         for (int64_t start = 0; start < num_terms; start += LANES) {
             const int num = std::min<int64_t>(LANES, num_terms - start);
@@ -204,12 +204,11 @@ void compute_needed(const LinearCall& call, const Batch& batch, const Terms2D& x
 Terms2D terms_of_rows(const LinearCall& call, const Batch& batch, Member& me) {
     if constexpr (!WIDENS) return {(const Term*)call.x.row<Number>(batch, 0), call.x.stride / PER_TERM};
     float* wide = static_cast<float*>(batch.arrays[call.scratch]);
-    const int64_t num_parts = (call.num_in + LANES - 1) / LANES;
+    const int64_t num_parts = ceil_div(call.num_in, LANES);
     for (int64_t task : me.share(batch.num_rows * num_parts)) {
         const int64_t row = task / num_parts, first = task % num_parts * LANES;
         const int num = std::min<int64_t>(call.num_in - first, LANES);
-        const Floats part = load(call.x.row<Number>(batch, row) + first, num);
-        std::memcpy(wide + row * call.num_in + first, &part, num * sizeof(float));
+        put(wide + row * call.num_in + first, load(call.x.row<Number>(batch, row) + first, num), num);
     }
     me.wait();
     return {(const Term*)wide, call.num_in};
@@ -225,12 +224,12 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const bool is_packed = call->is_packed && call->needed < 0 && batch.num_rows > ROWS;
     const Term* packed = is_packed ? pack(*call, batch, me) : nullptr;
     const Terms2D x = is_packed ? Terms2D{} : terms_of_rows(*call, batch, me);
-    const int64_t num_tiles = (call->num_out + TILE - 1) / TILE;
+    const int64_t num_tiles = ceil_div(call->num_out, TILE);
     // A small layer has few tiles, so its rows are divided, too, and every thread has some work.
     const int64_t least_parts = std::max<int64_t>(4 * me.num_threads / num_tiles, 1);
     const int64_t part_rows = batch.num_rows / least_parts;
-    const int64_t task_rows = std::clamp<int64_t>((part_rows + ROWS - 1) / ROWS * ROWS, ROWS, TASK_ROWS);
-    const int64_t num_parts = (batch.num_rows + task_rows - 1) / task_rows;
+    const int64_t task_rows = std::clamp<int64_t>(ceil_div(part_rows, ROWS) * ROWS, ROWS, TASK_ROWS);
+    const int64_t num_parts = ceil_div(batch.num_rows, task_rows);
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t part = task % num_parts, last = std::min((part + 1) * task_rows, batch.num_rows);
         if (is_packed) {

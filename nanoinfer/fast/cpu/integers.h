@@ -31,11 +31,11 @@ inline Ints add_products(Ints sum, Ints weights, int32_t x) {
 #endif
 }
 
-inline int32_t nearest(float value) {  // integer, of a value below 2^22: added to 1.5 * 2^23, it is in the low bits
-    const float shifted = value + 12582912.0f;
+inline int32_t nearest(float value) {  // integer, of a value below 2^22
+    const float shifted = value + TO_ROUND;
     int32_t bits;
     std::memcpy(&bits, &shifted, sizeof bits);
-    return bits - 0x4b400000;
+    return bits - 0x4b400000;  // the bits of TO_ROUND
 }
 
 }  // namespace

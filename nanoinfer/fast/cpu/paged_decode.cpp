@@ -38,7 +38,7 @@ int64_t first_token(const AttentionArguments& rows, int64_t row) {
 
 // A query as it is multiplied: bfloat16 numbers in pairs, if the machine has an instruction for them.
 #if defined(BF16) && defined(__AVX512BF16__) && !defined(INT8_PAGES)
-constexpr int QUERY_VECTORS = (HEAD_DIM + 2 * LANES - 1) / (2 * LANES);
+constexpr int QUERY_VECTORS = ceil_div(HEAD_DIM, 2 * LANES);
 typedef Terms Query[QUERY_VECTORS];
 
 Terms load_pairs(const Number* head, int i) {
@@ -119,7 +119,7 @@ void attend(Partial& result, const Number* q, const Stored* k_pages, const Store
     for (int g = 0; g < GROUP; g++) load_query(queries[g], q + g * HEAD_DIM);
 
     Floats scores[GROUP][SPAN / LANES];
-    const int64_t num_tokens = places.num_tokens, num_vectors = (num_tokens + LANES - 1) / LANES;
+    const int64_t num_tokens = places.num_tokens, num_vectors = ceil_div(num_tokens, LANES);
     for (int64_t first = 0; first < num_tokens; first += LANES) {
         const int64_t num = std::min<int64_t>(LANES, num_tokens - first);
         for (int64_t i = 0; i < num; i++) prefetch(k_pages, places, v_pages, places, first + i);
@@ -186,7 +186,7 @@ extern "C" const int64_t span_tokens = SPAN, span_bytes = sizeof(Span), partial_
 extern "C" void find_spans(AttentionArguments* rows) {
     Span* span = rows->spans;
     for (int64_t row = 0; row < rows->num_sequences; row++) {
-        const int64_t num_spans = (rows->seq_lens[row] - first_token(*rows, row) + SPAN - 1) / SPAN;
+        const int64_t num_spans = ceil_div(rows->seq_lens[row] - first_token(*rows, row), SPAN);
         for (int64_t index = 0; index < num_spans; index++) *span++ = {row, index, num_spans};
     }
 }

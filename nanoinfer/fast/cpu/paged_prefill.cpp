@@ -31,9 +31,9 @@ namespace {
 constexpr int TILE = 64;           // keys
 constexpr int BLOCKS = 6 / BLOCK;  // of a task: they share the copies of tiles
 constexpr int BLOCK_ROWS = BLOCK * LANES, ROWS = BLOCKS * BLOCK_ROWS;
-constexpr int HEAD_TERMS = (HEAD_DIM + PER_TERM - 1) / PER_TERM;
+constexpr int HEAD_TERMS = ceil_div(HEAD_DIM, PER_TERM);
 constexpr int TILE_TERMS = TILE / PER_TERM;
-constexpr int PARTS = (HEAD_DIM + BROADCASTS - 1) / BROADCASTS;  // of values
+constexpr int PARTS = ceil_div(HEAD_DIM, BROADCASTS);  // of values
 constexpr int COLUMNS = PARTS * BROADCASTS;
 
 // A block of queries of one KV head, and their partial results. A query has a row for each of its heads.
@@ -226,7 +226,7 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k
             const BlockTable& table, uint32_t window, const float* sinks, Number* out, int64_t out_stride) {
     QueryRows blocks[BLOCKS];
     Tile tile;
-    const int64_t num_blocks = (task.num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t num_blocks = ceil_div(task.num_rows, BLOCK_ROWS);
     for (int64_t i = 0; i < num_blocks; i++) {
         blocks[i] = {};
         for (Floats& largest : blocks[i].largest) largest -= 1e30f;  // finite: a row may find no key of its window in a tile
@@ -251,7 +251,7 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k
             const int64_t first_row = i * BLOCK_ROWS, last_row = std::min(first_row + BLOCK_ROWS, task.num_rows) - 1;
             const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
             if (num_keys > 0 && first_token(first_row) < first + TILE) {
-                attend(blocks[i], tile, first, (num_keys + BROADCASTS - 1) / BROADCASTS * BROADCASTS, window);
+                attend(blocks[i], tile, first, ceil_div(num_keys, BROADCASTS) * BROADCASTS, window);
             }
         }
     }
@@ -278,7 +278,7 @@ extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) 
     // The tasks of a sequence: the rows of one KV head after the other, so that its pages stay in a cache.
     const auto num_queries_of = [&](int64_t sequence) { return rows.starts[sequence + 1] - rows.starts[sequence]; };
     const auto num_tasks_of = [&](int64_t sequence) {
-        return (num_queries_of(sequence) * group + ROWS - 1) / ROWS * rows.num_kv_heads;
+        return ceil_div(num_queries_of(sequence) * group, ROWS) * rows.num_kv_heads;
     };
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < rows.num_sequences; i++) num_tasks += num_tasks_of(i);

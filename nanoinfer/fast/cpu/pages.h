@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int HEAD_VECTORS = (HEAD_DIM + LANES - 1) / LANES;
+constexpr int HEAD_VECTORS = ceil_div(HEAD_DIM, LANES);
 
 // A head of numbers in registers, zeros behind its end.
 struct Head {
@@ -54,9 +54,7 @@ inline Head load_stored(const Stored* head) {
     std::memcpy(&scale, head + HEAD_DIM, sizeof scale);
     Head x;
     for (int i = 0; i < HEAD_VECTORS; i++) {
-        Bytes integers = {};
-        std::memcpy(&integers, head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES));
-        x.vectors[i] = floats_of(integers) * scale;
+        x.vectors[i] = floats_of(vector_at<Bytes>(head + i * LANES, std::min(HEAD_DIM - i * LANES, LANES))) * scale;
     }
     return x;
 }
@@ -73,9 +71,8 @@ inline void store(Stored* to, const Number* head) {
     const float limit = *std::max_element((float*)&largest, (float*)&largest + LANES), factor = limit > 0 ? 127 / limit : 0;
     const float scale = limit / 127 + sum(zero);
     for (int i = 0; i < HEAD_VECTORS; i++) {
-        const Ints nearest = (Ints)(x.vectors[i] * factor + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23 rounds
-        const Bytes integers = __builtin_convertvector(nearest, Bytes);
-        std::memcpy(to + i * LANES, &integers, std::min(HEAD_DIM - i * LANES, LANES));
+        const Ints nearest = (Ints)(x.vectors[i] * factor + TO_ROUND) - (Ints)(Floats{} + TO_ROUND);
+        put(to + i * LANES, __builtin_convertvector(nearest, Bytes), std::min(HEAD_DIM - i * LANES, LANES));
     }
     std::memcpy(to + HEAD_DIM, &scale, sizeof scale);
 }

@@ -203,7 +203,6 @@ void compute_rows(const LinearCall& layer, const Batch& batch, int64_t tile, con
 extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     const LinearCall& layer = *call;
     const int64_t num_rows = batch.num_rows, num_groups = layer.num_in / layer.group_size;
-    const int64_t num_tiles = (layer.num_out + TILE - 1) / TILE;
     int8_t* integers = static_cast<int8_t*>(batch.arrays[layer.scratch]);
     float* scales = (float*)(integers + num_rows * layer.num_in);
     const RoundedRows rows{integers, scales, (int32_t*)(scales + num_rows * num_groups)};
@@ -213,7 +212,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
         quantize(x, layer.group_size, rows.integers + i * layer.group_size, &rows.scales[i], &rows.sums[i]);
     }
     me.wait();
-    for (int64_t tile : me.tasks(num_tiles)) {
+    for (int64_t tile : me.tasks(ceil_div(layer.num_out, TILE))) {
         if (!layer.needs(batch, tile * TILE, TILE)) continue;
         if (layer.bits == 8) {
             compute_rows<8>(layer, batch, tile, rows);

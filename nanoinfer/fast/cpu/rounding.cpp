@@ -12,8 +12,7 @@ constexpr float HIGHEST = 15;  // of the integers
 
 template <class T>
 inline T nearest_within(T x, T lowest, T highest) {  // NaN becomes the lowest
-    const float round = 12582912.0f;                 // 1.5 * 2^23: adding it rounds to an integer
-    x = x + round - round;
+    x = x + TO_ROUND - TO_ROUND;
     return x > lowest ? (x < highest ? x : highest) : lowest;
 }
 

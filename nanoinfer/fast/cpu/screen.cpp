@@ -70,7 +70,7 @@ struct Rounded {
 };
 
 int64_t num_units(const ScreenCall& call) {
-    return (call.num_out + TILE - 1) / TILE * 2;
+    return ceil_div(call.num_out, TILE) * 2;
 }
 
 // Round a group of a row.

@@ -51,7 +51,7 @@ void multiply_block(float (&sums)[2][2][TILE_ROWS][LANES], const Block& block, i
 
 // Lay out x as [blocks of rows, steps, BLOCK, STEP], filled up with zeros.
 void lay_out(const LinearCall& call, const Batch& batch, char* blocks, Member& me) {
-    const int64_t num_steps = call.num_in / STEP, num_blocks = (batch.num_rows + BLOCK - 1) / BLOCK;
+    const int64_t num_steps = call.num_in / STEP, num_blocks = ceil_div(batch.num_rows, BLOCK);
     for (int64_t row : me.share(num_blocks * BLOCK)) {
         char* to = blocks + row / BLOCK * num_steps * X_BYTES + row % BLOCK * TILE_BYTES;
         for (int64_t step = 0; step < num_steps; step++, to += X_BYTES) {
@@ -72,8 +72,8 @@ extern "C" const int64_t tile_size = TILE, num_per_term = 2;
 extern "C" const int64_t scratch_bytes_per_input = 2 * sizeof(Number), packed_bytes_per_input = scratch_bytes_per_input;
 
 extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
-    const int64_t num_tiles = (call->num_out + TILE - 1) / TILE, num_steps = call->num_in / STEP;
-    const int64_t num_blocks = (batch.num_rows + BLOCK - 1) / BLOCK, num_parts = (num_blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
+    const int64_t num_tiles = ceil_div(call->num_out, TILE), num_steps = call->num_in / STEP;
+    const int64_t num_blocks = ceil_div(batch.num_rows, BLOCK), num_parts = ceil_div(num_blocks, TASK_BLOCKS);
     const bool is_laid_out = batch.num_rows > FEW_ROWS;
     multiply_by_a(*call, batch, me);
     char* blocks = static_cast<char*>(batch.arrays[call->scratch]);

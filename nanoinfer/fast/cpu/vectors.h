@@ -26,6 +26,12 @@
 
 namespace {
 
+constexpr float TO_ROUND = 0x1.8p23f;  // added to a number below 2^22, it rounds to an integer, which is in the sum's low bits
+
+constexpr int64_t ceil_div(int64_t total, int64_t size) {
+    return (total + size - 1) / size;
+}
+
 // GCC's vectors. The compiler splits them where the machine's registers are shorter.
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -90,8 +96,8 @@ inline Numbers narrow(Floats x) {
 // The first `num` elements in memory as a vector, and back. A call of memcpy for a size that is not known takes longer than the rest,
 // and needs a variable of its own: it has an address, so it is not in a register.
 template <class Vector, class Element>
-inline Vector vector_at(const Element* from, int num = LANES) {
-    if (num < LANES) {
+inline Vector vector_at(const Element* from, int num = sizeof(Vector) / sizeof(Element)) {
+    if (num < int(sizeof(Vector) / sizeof(Element))) {
         Vector part = {};
         std::memcpy(&part, from, num * sizeof(Element));
         return part;
@@ -166,8 +172,7 @@ inline Floats multiply_add(float x, Floats y, Floats sum) {
 // exp(x) for x <= 0: 2^n * exp(r) with |r| <= ln(2) / 2. Below -87 it is 0. The polynomial 1 + r + r^2 * q(r) has the least
 // maximum of the relative error, 3e-9 (Remez's algorithm). With rounding, errors are below 0.9 units in the last place.
 inline Floats exp_of(Floats x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const Floats one = Floats{} + 1.0f, n = multiply_add(1.44269504f, x, Floats{} + round) - round;
+    const Floats one = Floats{} + 1.0f, n = multiply_add(1.44269504f, x, Floats{} + TO_ROUND) - TO_ROUND;
     Floats r = multiply_add(-0.693145752f, n, x);  // ln(2) in two parts
     r = multiply_add(-1.42860677e-6f, n, r);
     Floats y = Floats{} + 0.001381454f;
@@ -199,7 +204,7 @@ inline Term term_of(Number first, Number second) {
 }
 
 inline Term term_at(const Number* from) {
-    return vector_at<Term>(from, LANES);
+    return vector_at<Term>(from);
 }
 
 inline Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
