@@ -96,15 +96,13 @@ void compute_rows(const LinearCall& call, const Batch& batch, const Terms2D& x, 
 }
 
 // Add the products of NUM rows of packed terms with a block of a tile's weights to the sums of the rows.
-template <int NUM, class Stored>
-void add_block(Floats (*sums)[VECTORS], const Term* x, const Stored* weight, int64_t num_terms, const Ahead& ahead) {
+template <int NUM>
+void add_block(Floats (*sums)[VECTORS], const Term* x, const Terms* weight, int64_t num_terms, const Ahead& ahead) {
     multiply_ahead(*reinterpret_cast<Floats(*)[NUM][VECTORS]>(sums), x, 1, NUM, weight, num_terms, ahead);
 }
 
-template <class Stored>
-constexpr decltype(&add_block<1, Stored>) BLOCK_VARIANTS[] = {
-    add_block<1, Stored>, add_block<2, Stored>, add_block<3, Stored>, add_block<4, Stored>,
-    add_block<5, Stored>, add_block<6, Stored>, add_block<7, Stored>, add_block<8, Stored>};
+constexpr decltype(&add_block<1>) BLOCK_VARIANTS[] = {add_block<1>, add_block<2>, add_block<3>, add_block<4>,
+                                                      add_block<5>, add_block<6>, add_block<7>, add_block<8>};
 
 // A task with packed rows. The weights of BLOCK terms stay in the nearest cache while they are multiplied for all rows, and are
 // widened once. The first passes over the rows fetch the block of the next tile, the others the weights that come next. A sum gets
@@ -119,17 +117,14 @@ void compute_blocks(const LinearCall& call, const Batch& batch, const Term* pack
         const int64_t num = std::min<int64_t>(BLOCK, num_terms - start);
         const StoredTerms *weight = weights(call, tile) + start * VECTORS, *next = weight + num_terms * VECTORS;
         for (int64_t i = 0; WIDENS && i < num * VECTORS; i++) wide[i] = loaded(weight[i]);
+        const Terms* block = WIDENS ? wide : (const Terms*)weight;
         for (int64_t row = first; row < last; row += ROWS) {
             const int64_t num_rows = std::min<int64_t>(ROWS, last - row), pass = (row - first) / ROWS;
             const Term* x = packed + start * batch.num_rows + row * num;
             Ahead ahead{weight + BLOCK_AHEAD, sizeof(StoredTerms), VECTORS};
             if (WIDENS) ahead = {x + ROWS * num, ROWS * sizeof(Term), 1};
             if (is_last_part && pass < num_fetching) ahead = part_ahead(next, num, pass, num_fetching);
-            if constexpr (WIDENS) {
-                BLOCK_VARIANTS<Terms>[num_rows - 1](sums + row - first, x, wide, num, ahead);
-            } else {
-                BLOCK_VARIANTS<StoredTerms>[num_rows - 1](sums + row - first, x, weight, num, ahead);
-            }
+            BLOCK_VARIANTS[num_rows - 1](sums + row - first, x, block, num, ahead);
         }
     }
     for (int64_t row = first; row < last; row++) {
