@@ -12,11 +12,8 @@ constexpr int LANES = 16;
 
 namespace {
 
-constexpr int TILE = 2 * LANES;    // outputs that are computed together, and lie together in memory
-constexpr int FETCH_AHEAD = 4096;  // bytes of weights
 constexpr int GROUPS_AHEAD = 8;    // whose scales and zeros are fetched
 constexpr int MOST_ROWS = 8;       // rows that are computed together, so that a weight is loaded once for all of them
-constexpr int LARGEST_GROUP = 128;
 
 // The rounded rows.
 struct RoundedRows {
@@ -26,9 +23,9 @@ struct RoundedRows {
 };
 
 void quantize(const Number* x, int group_size, int8_t* integers, float* scale, int32_t* sum) {
-    alignas(64) float values[LARGEST_GROUP];
+    alignas(64) float values[MOST_INPUTS];
     for (int i = 0; i < group_size; i += LANES) put(values + i, load(x + i));
-    uint32_t bits[LARGEST_GROUP], largest = 0;  // as bits, so that NaN is larger than any number
+    uint32_t bits[MOST_INPUTS], largest = 0;  // as bits, so that NaN is larger than any number
     std::memcpy(bits, values, sizeof bits);
     for (int i = 0; i < group_size; i++) largest = std::max(largest, bits[i] & 0x7fffffff);
     float limit;
@@ -75,48 +72,11 @@ void compute(const LinearCall& layer, const Batch& batch, int64_t tile, const Ro
         const int64_t index = tile * num_groups + g, place = first * num_groups + g;
         const Outputs outputs[2] = {{layer, index * TILE}, {layer, index * TILE + LANES}};
         Ints products[NUM][2];
-#ifdef __AVX512F__  // has registers for the sums of both halves
 #pragma GCC unroll 8
         for (int row = 0; row < NUM; row++) {
             for (int half = 0; half < 2; half++) products[row][half] = outputs[half].offsets(rows, place + row * num_groups);
         }
-        for (int64_t in = g * group_size; in < (g + 1) * group_size;) {
-            Ints packed[2];
-            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
-                if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
-                packed[half] = vector_at<Ints>(weight);
-            }
-            for (int shift = 0; shift < 8; shift += BITS, in += WORD) {
-                const Ints mask = Ints{} + (BITS == 8 ? -1 : 0x0f0f0f0f);
-                const Ints weights[2] = {packed[0] >> shift & mask, packed[1] >> shift & mask};
-                for (int row = 0; row < NUM; row++) {  // the row's numbers are in a register for both halves
-                    const int32_t numbers = vector_at<int32_t>(x + row * num_in + in);
-                    for (int half = 0; half < 2; half++) {
-                        products[row][half] = add_products(products[row][half], weights[half], numbers);
-                    }
-                }
-            }
-        }
-#else
-#pragma GCC unroll 8
-        for (int row = 0; row < NUM; row++) products[row][0] = products[row][1] = Ints{};
-        for (int64_t in = g * group_size; in < (g + 1) * group_size; in += 32 / BITS) {
-            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
-                if (NUM == 1) __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);
-                const Ints packed = vector_at<Ints>(weight);
-                const Ints first_four = BITS == 8 ? packed : packed & 0x0f0f0f0f, next_four = packed >> 4 & 0x0f0f0f0f;
-                for (int row = 0; row < NUM; row++) {
-                    const int8_t* numbers = x + row * num_in + in;
-                    Ints& sums = products[row][half];
-                    sums = add_products(sums, first_four, vector_at<int32_t>(numbers));
-                    if (BITS == 4) sums = add_products(sums, next_four, vector_at<int32_t>(numbers + WORD));
-                }
-            }
-        }
-        for (int row = 0; row < NUM; row++) {
-            for (int half = 0; half < 2; half++) products[row][half] += outputs[half].offsets(rows, place + row * num_groups);
-        }
-#endif
+        add_products<BITS, NUM == 1>(products, weight, x, num_in, g * group_size, (g + 1) * group_size);
 #pragma GCC unroll 8
         for (int row = 0; row < NUM; row++) {
             for (int half = 0; half < 2; half++) {
@@ -213,7 +173,6 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     }
     me.wait();
     for (int64_t tile : me.tasks(ceil_div(layer.num_out, TILE))) {
-        if (!layer.needs(batch, tile * TILE, TILE)) continue;
         if (layer.bits == 8) {
             compute_rows<8>(layer, batch, tile, rows);
         } else {

@@ -46,10 +46,7 @@ struct ScreenCall {
 
 namespace {
 
-constexpr int TILE = 2 * UNIT;     // outputs that are computed together, and lie together in memory
-constexpr int FETCH_AHEAD = 4096;  // bytes of weights
 constexpr int MOST_ROWS = 4;       // rows that are computed together
-constexpr int MOST_INPUTS = 128;   // of a group
 constexpr float LIMIT = 0x1p119f;
 
 static_assert(UNIT == LANES);
@@ -118,28 +115,14 @@ void compute(const ScreenCall& call, const Batch& batch, const Rounded& rows, in
     const int8_t* x = rows.integers + first * 2 * num_in;
     Floats total[NUM][2] = {}, error[NUM][2] = {};
     for (int64_t g = 0; g < num_groups; g++) {
-        Ints products[NUM][2][2] = {};  // of rows, of the parts of v, and of outputs
-        for (int64_t in = g * call.group_size; in < (g + 1) * call.group_size; in += WORD) {
-            Ints weights[2];
-            for (int half = 0; half < 2; half++, weight += LANES * WORD) {
-                __builtin_prefetch(weight + FETCH_AHEAD, 0, STREAMED);  // as in vectors.h
-                weights[half] = vector_at<Ints>(weight);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < NUM * 2; i++) {
-                const int32_t numbers = vector_at<int32_t>(x + i * num_in + in);
-                for (int half = 0; half < 2; half++) {
-                    Ints& sum = products[i / 2][i % 2][half];
-                    sum = add_products(sum, weights[half], numbers);
-                }
-            }
-        }
+        Ints products[NUM * 2][2] = {};  // of each row's parts of v, and of outputs
+        add_products<8, true>(products, weight, x, num_in, g * call.group_size, (g + 1) * call.group_size);
 #pragma GCC unroll 8
         for (int row = 0; row < NUM; row++) {
             const int64_t place = (first + row) * num_groups + g;
             for (int half = 0; half < 2; half++) {
                 const Floats scales = vector_at<Floats>(call.scales + (tile * num_groups + g) * TILE + half * LANES);
-                const Ints sum = products[row][0][half] * 256 + products[row][1][half] - 128 * rows.sums[place];
+                const Ints sum = products[2 * row][half] * 256 + products[2 * row + 1][half] - 128 * rows.sums[place];
                 total[row][half] = multiply_add(__builtin_convertvector(sum, Floats) * rows.units[place], scales, total[row][half]);
                 error[row][half] = multiply_add(rows.factors[place], scales, error[row][half]);
             }
