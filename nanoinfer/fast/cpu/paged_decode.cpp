@@ -193,25 +193,19 @@ extern "C" void find_spans(AttentionArguments* rows) {
 
 extern "C" void attend(const AttendCall* call, const Batch& batch, Member& me) {
     const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
-    Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
+    const Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
     const int64_t num_kv_heads = rows.num_kv_heads, num_tasks = rows.num_spans * num_kv_heads;
     const auto places_of = [&](int64_t task) {
         const auto [row, index, num_spans] = rows.spans[task / num_kv_heads];
-        const BlockTable table{rows.block_tables + row * rows.max_blocks, num_kv_heads, rows.block_size, task % num_kv_heads};
         const int64_t first = first_token(rows, row) + index * SPAN;
-        return Places<SPAN>(table, first, std::min(first + SPAN, rows.seq_lens[row]));
+        return Places<SPAN>(rows, row, task % num_kv_heads, first, std::min(first + SPAN, rows.seq_lens[row]));
     };
     const auto merge_spans = [&](int64_t task, int64_t num_spans) {
         const int64_t head = task % num_kv_heads * GROUP;
         Number* out = call->out.row<Number>(batch, rows.spans[task / num_kv_heads].row) + head * HEAD_DIM;
         merge(rows.partials + task, num_spans, num_kv_heads, call->sinks ? call->sinks + head : nullptr, out);
     };
-    // Every row is stored before any is attended to: rows of one sequence (drafts) attend to those before them.
-    for (int64_t row : me.share(rows.num_sequences)) {
-        const Number *k = call->k.row<Number>(batch, row), *v = call->v.row<Number>(batch, row);
-        store_token(k_pages, v_pages, k, v, rows.slots[row], num_kv_heads, rows.block_size);
-    }
-    me.wait();
+    store_tokens(*call, rows, batch, me);
     for (int64_t task : me.tasks(num_tasks)) {
         const Span& span = rows.spans[task / num_kv_heads];
         const Number* q = call->q.row<Number>(batch, span.row) + task % num_kv_heads * GROUP * HEAD_DIM;

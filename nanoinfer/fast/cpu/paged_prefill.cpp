@@ -22,9 +22,6 @@ constexpr int LANES = 8, BROADCASTS = 4, BLOCK = 3;
 #endif
 #include "pages.h"
 #include "tiles.h"
-#ifdef TILES
-static_assert(PER_TERM == 2, "tiles multiply pairs");
-#endif
 
 namespace {
 
@@ -51,7 +48,7 @@ struct Tile {
 
 #ifdef TILES
 constexpr int VALUE_STRIDE = TILE_TERMS, VALUE_TERM_STRIDE = 1;
-static_assert(HEAD_DIM % BROADCASTS == 0 && TILE % BROADCASTS == 0);
+static_assert(PER_TERM == 2 && HEAD_DIM % BROADCASTS == 0 && TILE % BROADCASTS == 0);
 
 // As vectors.h has it. The terms of a number are side by side. Tiles 0 to 5: sums. 6: numbers. 7: rows.
 void multiply(Floats (&sums)[BROADCASTS][BLOCK], const Term* numbers, int64_t number_stride, int64_t, const Terms* vectors,
@@ -159,7 +156,7 @@ const Stored ZEROS[STORED_SIZE] = {};
 // Call set(i, term) for each term of a head.
 template <class Set>
 void each_term(const Number* head, Set set) {
-    for (int i = 0; i < HEAD_DIM / PER_TERM; i++) set(i, term_at(head + i * PER_TERM));
+    for (int i = 0; i < HEAD_DIM / PER_TERM; i++) set(i, term_of(head[i * PER_TERM], head[i * PER_TERM + PER_TERM - 1]));
     if (HEAD_DIM % PER_TERM) set(HEAD_TERMS - 1, term_of(head[HEAD_DIM - 1], 0));
 }
 
@@ -176,12 +173,32 @@ const Number* numbers_of(const Stored* head, Number*) {
 }
 #endif
 
+// Some rows of a prompt chunk. Consecutive rows are the heads of a query that share the KV head, then those of the next query.
+struct Task {
+    int64_t sequence, kv_head, group;
+    int64_t first_token, first_position;  // of the chunk, in the batch and in its sequence
+    int64_t first_row, num_rows;
+
+    int64_t position_of(int64_t row) const { return first_position + (first_row + row) / group; }
+
+    // Call visit(row, its query, its head) for each row.
+    template <class Visit>
+    void each_row(Visit visit) const {
+        int64_t query = first_row / group, head = first_row % group;
+        for (int row = 0; row < num_rows; row++) {
+            visit(row, query, kv_head * group + head);
+            if (++head == group) head = 0, query++;
+        }
+    }
+};
+
 // Copy TILE tokens from first_key on. Those from `end` on are zeros, and so are those before `begin`, whose blocks may have been
 // freed.
-void copy(Tile& tile, const Stored* k_pages, const Stored* v_pages, const BlockTable& table, int64_t first_key, int64_t begin,
+void copy(Tile& tile, const AttentionArguments& rows, int64_t layer, const Task& task, int64_t first_key, int64_t begin,
           int64_t end) {
+    const Stored *k_pages = rows.pages[2 * layer], *v_pages = rows.pages[2 * layer + 1];
     const int64_t num_zeros = std::max<int64_t>(begin - first_key, 0);
-    const Places<TILE> places(table, first_key + num_zeros, std::min(first_key + TILE, end));
+    const Places<TILE> places(rows, task.sequence, task.kv_head, first_key + num_zeros, std::min(first_key + TILE, end));
     const auto head_of = [&](const Stored* pages, int64_t token) {
         const bool is_stored = token >= num_zeros && token < num_zeros + places.num_tokens;
         return is_stored ? pages + places.of[token - num_zeros] : ZEROS;
@@ -199,31 +216,10 @@ void copy(Tile& tile, const Stored* k_pages, const Stored* v_pages, const BlockT
     }
 }
 
-// Some rows of a prompt chunk, whose queries are the last ones of a sequence of seq_len tokens. Consecutive rows are the heads of
-// a query that share the KV head, then those of the next query.
-struct Task {
-    int64_t start, num_queries, seq_len;  // of the chunk. start: the place of its first query in q
-    int64_t kv_head, first_row, num_rows, group;
-
-    int64_t position_of(int64_t row) const {
-        return seq_len - num_queries + (first_row + row) / group;
-    }
-
-    // Call visit(row, its position, its place in q and out) for each row.
-    template <class Visit>
-    void each_row(int64_t token_stride, Visit visit) const {
-        int64_t query = first_row / group, head = first_row % group;
-        for (int row = 0; row < num_rows; row++) {
-            visit(row, seq_len - num_queries + query,
-                  (start + query) * token_stride + (kv_head * group + head) * HEAD_DIM);
-            if (++head == group) head = 0, query++;
-        }
-    }
-};
-
-// sinks: of all heads, or null.
-void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k_pages, const Stored* v_pages,
-            const BlockTable& table, uint32_t window, const float* sinks, Number* out, int64_t out_stride) {
+void attend(const Task& task, const AttendCall& call, const Batch& batch, const AttentionArguments& rows) {
+    const Number* q = call.q.row<Number>(batch, task.first_token);
+    Number* out = call.out.row<Number>(batch, task.first_token);
+    const uint32_t window = rows.window;
     QueryRows blocks[BLOCKS];
     Tile tile;
     const int64_t num_blocks = ceil_div(task.num_rows, BLOCK_ROWS);
@@ -231,22 +227,23 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k
         blocks[i] = {};
         for (Floats& largest : blocks[i].largest) largest -= 1e30f;  // finite: a row may find no key of its window in a tile
     }
-    task.each_row(q_stride, [&](int row, int64_t position, int64_t place) {
+    task.each_row([&](int row, int64_t query, int64_t head) {
         QueryRows& block = blocks[row / BLOCK_ROWS];
         row %= BLOCK_ROWS;
-        ((int32_t*)block.positions)[row] = position;
-        if (sinks) {  // a sink is the first key of a row
-            ((float*)block.largest)[row] = sinks[place % q_stride / HEAD_DIM];
+        ((int32_t*)block.positions)[row] = task.first_position + query;
+        if (call.sinks) {  // a sink is the first key of a row
+            ((float*)block.largest)[row] = call.sinks[head];
             ((float*)block.total)[row] = 1;
         }
-        each_term(q + place, [&](int i, Term term) { ((Term*)block.queries[i])[row] = term; });
+        const Number* of_row = q + query * call.q.stride + head * HEAD_DIM;
+        each_term(of_row, [&](int i, Term term) { ((Term*)block.queries[i])[row] = term; });
     });
 
     const int64_t last = task.position_of(task.num_rows - 1);
     const auto first_token = [&](int64_t row) { return std::max<int64_t>(task.position_of(row) + 1 - window, 0); };
     const int64_t begin = first_token(0);
     for (int64_t first = begin / TILE * TILE; first <= last; first += TILE) {
-        copy(tile, k_pages, v_pages, table, first, begin, last + 1);
+        copy(tile, rows, call.layer, task, first, begin, last + 1);
         for (int64_t i = 0; i < num_blocks; i++) {
             const int64_t first_row = i * BLOCK_ROWS, last_row = std::min(first_row + BLOCK_ROWS, task.num_rows) - 1;
             const int64_t num_keys = std::min<int64_t>(TILE, task.position_of(last_row) + 1 - first);
@@ -263,9 +260,10 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k
             for (int j = 0; j < BLOCK; j++) results[i][d][j] = narrow(values[d][j] / blocks[i].total[j] + 0.0f);  // +0 for -0
         }
     }
-    task.each_row(out_stride, [&](int row, int64_t, int64_t place) {
+    task.each_row([&](int row, int64_t query, int64_t head) {
         const Numbers(*block)[BLOCK] = results[row / BLOCK_ROWS];
-        for (int d = 0; d < HEAD_DIM; d++) out[place + d] = ((const Number*)block[d])[row % BLOCK_ROWS];
+        Number* of_row = out + query * call.out.stride + head * HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM; d++) of_row[d] = ((const Number*)block[d])[row % BLOCK_ROWS];
     });
 }
 
@@ -273,21 +271,14 @@ void attend(const Task& task, const Number* q, int64_t q_stride, const Stored* k
 
 extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) {
     const AttentionArguments& rows = *static_cast<const AttentionArguments*>(batch.arrays[call->rows]);
-    Stored *k_pages = rows.pages[2 * call->layer], *v_pages = rows.pages[2 * call->layer + 1];
     const int64_t group = call->out.stride / (rows.num_kv_heads * HEAD_DIM);  // the rows of `out` are contiguous
     // The tasks of a sequence: the rows of one KV head after the other, so that its pages stay in a cache.
     const auto num_queries_of = [&](int64_t sequence) { return rows.starts[sequence + 1] - rows.starts[sequence]; };
-    const auto num_tasks_of = [&](int64_t sequence) {
-        return ceil_div(num_queries_of(sequence) * group, ROWS) * rows.num_kv_heads;
-    };
+    const auto num_in_head_of = [&](int64_t sequence) { return ceil_div(num_queries_of(sequence) * group, ROWS); };
+    const auto num_tasks_of = [&](int64_t sequence) { return num_in_head_of(sequence) * rows.num_kv_heads; };
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < rows.num_sequences; i++) num_tasks += num_tasks_of(i);
-    // Every token is stored before any is attended to.
-    for (int64_t token : me.share(batch.num_rows)) {
-        const Number *k = call->k.row<Number>(batch, token), *v = call->v.row<Number>(batch, token);
-        store_token(k_pages, v_pages, k, v, rows.slots[token], rows.num_kv_heads, rows.block_size);
-    }
-    me.wait();
+    store_tokens(*call, rows, batch, me);
 #ifdef TILES
     set_shapes(2 * TILE_ROWS, TILE_BYTES, TILE_ROWS);
 #endif
@@ -295,15 +286,12 @@ extern "C" void prefill(const AttendCall* call, const Batch& batch, Member& me) 
     for (int64_t i : me.tasks(num_tasks)) {
         if (i < before) sequence = before = 0;
         while (i >= before + num_tasks_of(sequence)) before += num_tasks_of(sequence++);
-        const int64_t num_queries = num_queries_of(sequence), num_in_head = num_tasks_of(sequence) / rows.num_kv_heads;
+        const int64_t num_queries = num_queries_of(sequence), num_in_head = num_in_head_of(sequence);
         const int64_t kv_head = (i - before) / num_in_head, place = (i - before) % num_in_head;
         const int64_t first = (num_in_head - 1 - place) * ROWS;  // the last rows first, because they take the longest
-        const Task task{rows.starts[sequence] - rows.starts[0], num_queries, rows.seq_lens[sequence],
-                        kv_head, first, std::min<int64_t>(ROWS, num_queries * group - first), group};
-        const int64_t* block_table = rows.block_tables + sequence * rows.max_blocks;
-        const BlockTable table{block_table, rows.num_kv_heads, rows.block_size, kv_head};
-        attend(task, call->q.row<Number>(batch, 0), call->q.stride, k_pages, v_pages, table, rows.window, call->sinks,
-               call->out.row<Number>(batch, 0), call->out.stride);
+        const Task task{sequence, kv_head, group, rows.starts[sequence] - rows.starts[0], rows.seq_lens[sequence] - num_queries,
+                        first, std::min<int64_t>(ROWS, num_queries * group - first)};
+        attend(task, *call, batch, rows);
     }
 #ifdef TILES
     release_tiles();

@@ -106,6 +106,11 @@ struct AttentionArguments {
     Span* spans;           // decode: [num_spans], which find_spans fills in
     Partial* partials;     // decode: [num_spans, num_kv_heads]
     int64_t num_spans;
+
+    // Where a head of a block's token is, counted from the start of the pages. Its key and its value are at the same place.
+    int64_t place_of(int64_t block, int64_t kv_head, int64_t index) const {
+        return ((block * num_kv_heads + kv_head) * block_size + index) * STORED_SIZE;
+    }
 };
 
 // The attention of a layer. q, out: [num_rows, num_kv_heads * group, HEAD_DIM]. k, v: [num_rows, num_kv_heads, HEAD_DIM].
@@ -119,31 +124,6 @@ struct AttendCall {
 extern "C" const int64_t sizeof_AttentionArguments = sizeof(AttentionArguments), sizeof_AttendCall = sizeof(AttendCall);
 
 namespace {
-
-// The blocks of one KV head of one sequence.
-struct BlockTable {
-    const int64_t* blocks;
-    int64_t num_kv_heads, block_size, kv_head;
-
-    // Where a token's head is, counted from the start of the pages. Its key and its value are at the same place.
-    int64_t place_of(int64_t token) const {
-        return ((blocks[token / block_size] * num_kv_heads + kv_head) * block_size + token % block_size) * STORED_SIZE;
-    }
-};
-
-// The places of the tokens first .. last - 1, which are at most MOST.
-template <int64_t MOST>
-struct Places {
-    int64_t num_tokens, of[MOST];
-
-    Places(const BlockTable& table, int64_t first, int64_t last) : num_tokens(last - first) {
-        for (int64_t token = first; token < last;) {
-            const int64_t end = std::min(token - token % table.block_size + table.block_size, last);
-            int64_t place = table.place_of(token);
-            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
-        }
-    }
-};
 
 // Store a token's head. As kv_cache.finite_values: a value that is not finite is stored as 0, and its key as NaN.
 inline void store_head(Stored* key, Stored* value, const Number* k, const Number* v) {
@@ -161,13 +141,34 @@ inline void store_head(Stored* key, Stored* value, const Number* k, const Number
     }
 }
 
-// Store the heads of a token in its slot. k, v: [num_kv_heads, HEAD_DIM].
-inline void store_token(Stored* k_pages, Stored* v_pages, const Number* k, const Number* v, int64_t slot, int64_t num_kv_heads,
-                        int64_t block_size) {
-    for (int64_t head = 0; head < num_kv_heads; head++) {
-        const int64_t place = ((slot / block_size * num_kv_heads + head) * block_size + slot % block_size) * STORED_SIZE;
-        store_head(k_pages + place, v_pages + place, k + head * HEAD_DIM, v + head * HEAD_DIM);
+// Store every new token before any is attended to: tokens and drafts of a sequence attend to those before them.
+inline void store_tokens(const AttendCall& call, const AttentionArguments& rows, const Batch& batch, Member& me) {
+    Stored *k_pages = rows.pages[2 * call.layer], *v_pages = rows.pages[2 * call.layer + 1];
+    for (int64_t token : me.share(batch.num_rows)) {
+        const Number *k = call.k.row<Number>(batch, token), *v = call.v.row<Number>(batch, token);
+        const int64_t block = rows.slots[token] / rows.block_size, index = rows.slots[token] % rows.block_size;
+        for (int64_t head = 0; head < rows.num_kv_heads; head++) {
+            const int64_t place = rows.place_of(block, head, index);
+            store_head(k_pages + place, v_pages + place, k + head * HEAD_DIM, v + head * HEAD_DIM);
+        }
     }
+    me.wait();
 }
+
+// The places of a head of a sequence's tokens first .. last - 1, which are at most MOST.
+template <int64_t MOST>
+struct Places {
+    int64_t num_tokens, of[MOST];
+
+    Places(const AttentionArguments& rows, int64_t sequence, int64_t kv_head, int64_t first, int64_t last)
+        : num_tokens(last - first) {
+        const int64_t *blocks = rows.block_tables + sequence * rows.max_blocks, size = rows.block_size;
+        for (int64_t token = first; token < last;) {
+            const int64_t end = std::min(token - token % size + size, last);
+            int64_t place = rows.place_of(blocks[token / size], kv_head, token % size);
+            for (; token < end; token++, place += STORED_SIZE) of[token - first] = place;
+        }
+    }
+};
 
 }  // namespace

@@ -203,10 +203,6 @@ inline Term term_of(Number first, Number second) {
     return first | Term(second) << 16;
 }
 
-inline Term term_at(const Number* from) {
-    return vector_at<Term>(from);
-}
-
 inline Terms terms_of(const Floats* x) {  // x[0] and x[1], rounded, side by side in each lane
     const Terms order = (Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}) * 0x10001 + 0x100000;
     return (Terms)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
@@ -224,10 +220,6 @@ typedef Floats Terms;
 
 inline Term term_of(Number first, Number) {
     return widen(Numbers{first})[0];
-}
-
-inline Term term_at(const Number* from) {
-    return term_of(*from, 0);
 }
 
 inline Terms terms_of(const Floats* x) {
