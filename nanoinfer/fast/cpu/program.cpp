@@ -12,8 +12,6 @@
 #include <thread>
 #include <vector>
 
-#include "tiles.h"
-
 namespace {
 
 // While it lives, this thread computes with the default settings: it rounds to the nearest number, and does not flush denormal
@@ -107,8 +105,16 @@ extern "C" int run(const KernelCall* calls, int64_t num_calls, const Batch* batc
     return 1;
 }
 
+// Whether this process may use tiles (tiles.h). Linux keeps them for a process only after it has asked, once for all threads.
 extern "C" int has_tiles() {
-    return may_use_tiles();
+#if defined(EMULATE_TILES)
+    return 1;
+#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request, tile_data) == 0;
+#else
+    return 0;
+#endif
 }
 
 extern "C" const int64_t sizeof_KernelCall = sizeof(KernelCall);

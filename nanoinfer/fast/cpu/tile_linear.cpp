@@ -26,8 +26,8 @@ struct Block {
     int64_t row_bytes, step_bytes;
 };
 
-// sums: [two of rows, two of outputs, TILE_ROWS, LANES]. `ahead` is fetched meanwhile.
-void multiply_block(float (&sums)[2][2][TILE_ROWS][LANES], const Block& block, int num_rows, const char* weight,
+// sums: [two of rows, two of outputs, TILE_ROWS]. `ahead` is fetched meanwhile.
+void multiply_block(Floats (&sums)[2][2][TILE_ROWS], const Block& block, int num_rows, const char* weight,
                     int64_t num_steps, const char* ahead) {
     const int64_t second = TILE_ROWS * block.row_bytes;
     zero_sums();
@@ -78,7 +78,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
     multiply_by_a(*call, batch, me);
     char* blocks = static_cast<char*>(batch.arrays[call->scratch]);
     if (is_laid_out) lay_out(*call, batch, blocks, me);
-    alignas(LINE) float sums[2][2][TILE_ROWS][LANES];
+    Floats sums[2][2][TILE_ROWS];
     int num_set = 0;
     for (int64_t task : me.tasks(num_tiles * num_parts)) {
         const int64_t tile = task % num_tiles, part = task / num_tiles;
@@ -93,8 +93,7 @@ extern "C" void linear(const LinearCall* call, const Batch& batch, Member& me) {
             multiply_block(sums, block, num_multiplied, weight, num_steps, (is_laid_out ? block.x : weight) + FETCH_AHEAD);
             for (int row = 0; row < num_rows; row++) {
                 const auto& tiles = sums[row / TILE_ROWS];
-                const int place = row % TILE_ROWS;
-                const Floats of_row[] = {vector_at<Floats>(tiles[0][place]), vector_at<Floats>(tiles[1][place])};
+                const Floats of_row[] = {tiles[0][row % TILE_ROWS], tiles[1][row % TILE_ROWS]};
                 write_outputs(*call, batch, i * BLOCK + row, tile * TILE, of_row);
             }
         }

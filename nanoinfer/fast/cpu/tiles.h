@@ -11,26 +11,10 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
-#if defined(__linux__) && !defined(EMULATE_TILES)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
 constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
-
-// Whether this process may use tiles. Linux keeps them for a process only after it has asked, which is once for all threads.
-inline int may_use_tiles() {
-#if defined(EMULATE_TILES)
-    return 1;
-#elif defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
-    const long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, request, tile_data) == 0;
-#else
-    return 0;
-#endif
-}
 
 // How many rows and bytes of a row each of the eight tiles has. It is the argument of an instruction.
 struct alignas(64) TileShapes {
