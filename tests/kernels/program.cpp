@@ -58,5 +58,5 @@ int main(int num_arguments, char** arguments) {
             }
         }
     }
-    std::printf("tiles: %d\n", has_tiles() == has_tiles());
+    has_tiles();  // its answer depends on the machine
 }
