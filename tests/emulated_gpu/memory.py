@@ -462,25 +462,22 @@ class SharedMemory:
 
     def meet_in_warps(self, threads: NDArray) -> None:
         """Order what the threads of each warp did before and what they will do."""
-        self._turns[np.unique(threads // 32)] += 1
+        self._turns[np.flatnonzero(np.bincount(threads // 32))] += 1
 
     def meet(self, threads: NDArray) -> None:
         """Order what the threads of each program did before and what they will do: look for races among the former."""
-        programs = np.unique(threads // self.num_threads)
-        now, later = self._accesses, []
-        if len(programs) < self.num_programs:
-            now = []
-            for access in self._accesses:
-                arrives = np.isin(access.threads // self.num_threads, programs)
-                for kept, chosen in ((now, arrives), (later, ~arrives)):
-                    if chosen.any():
-                        kept.append(
-                            _Access(
-                                access.cells[chosen], access.threads[chosen], access.turns[chosen], access.writes, access.by
-                            )
-                        )
+        arrives, now, later = np.zeros(self.num_programs, bool), [], []
+        arrives[threads // self.num_threads] = True
+        for access in self._accesses:
+            chosen = arrives[access.threads // self.num_threads]
+            if chosen.all() or not chosen.any():
+                (now if chosen.any() else later).append(access)
+                continue
+            for kept, rows in ((now, chosen), (later, ~chosen)):
+                kept.append(_Access(access.cells[rows], access.threads[rows], access.turns[rows], access.writes, access.by))
         self._accesses = later
-        self._find_races(now)
+        if any(access.writes for access in now):
+            self._find_races(now)
         self.meet_in_warps(threads)
 
     def _find_races(self, accesses: list[_Access]) -> None:
