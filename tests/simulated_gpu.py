@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,8 +275,8 @@ def plans() -> dict[str, tuple[list[tuple[int, int]], int]]:
     }
 
 
-def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
-    """Run the steps of a model of MODELS."""
+def run_steps(name: str, dtype: torch.dtype, quantizations: Iterable[str] = BITS, *, block_size: int = 16) -> None:
+    """Run the steps of a model of MODELS, also with rounded weights."""
     model_class, config = MODELS[name]
     with torch.device("meta"):
         model = model_class(model_class.Config.from_hf(COMMON | config)).to("meta", dtype)
@@ -285,7 +285,7 @@ def run_steps(name: str, dtype: torch.dtype, *, block_size: int = 16) -> None:
             module.float()  # as the loader leaves it
     models = [compile_model(model, is_invariant=is_invariant).model for is_invariant in (False, True)]
     if name not in WITH_EXPERTS and dtype is not torch.float32:
-        models += [compile_model(model, quantization).model for quantization in BITS]
+        models += [compile_model(model, quantization).model for quantization in quantizations]
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_blocks": 4096, "block_size": block_size, "num_kv_heads": model.config.num_key_value_heads,
         "device": "meta",
@@ -350,7 +350,9 @@ def resources(compiled: Any) -> dict[str, int]:
     }
 
 
-def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict[tuple[str, str, str], dict[str, int]]:
+def compile_all(
+    arch: int, dtypes: list[torch.dtype], models: list[str], quantizations: Iterable[str]
+) -> dict[tuple[str, str, str], dict[str, int]]:
     """Compile the launches of models and check them. Return a kernel's largest resources by (kernel, dtype, model).
 
     A kernel that reads or writes a cache of 8 bits counts as another one.
@@ -362,7 +364,7 @@ def compile_all(arch: int, dtypes: list[torch.dtype], models: list[str]) -> dict
     for dtype in dtypes:
         for name in models:
             with simulated_gpu(arch) as launches:
-                run_steps(name, dtype)
+                run_steps(name, dtype, quantizations)
             for launch in launches:
                 launch.check(dtype)
             missing = set(REACH) - {launch.kernel for launch in launches}
@@ -386,10 +388,11 @@ def main() -> None:
     parser.add_argument("--arch", type=int, choices=KB_OF_SHARED_MEMORY, action="append")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], action="append")
     parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--quantization", choices=BITS, action="append")
     args = parser.parse_args()
     archs = args.arch or list(KB_OF_SHARED_MEMORY)
     dtypes = [getattr(torch, name) for name in args.dtype or ("bfloat16", "float32")]
-    found = {arch: compile_all(arch, dtypes, args.model or list(MODELS)) for arch in archs}
+    found = {arch: compile_all(arch, dtypes, args.model or list(MODELS), args.quantization or BITS) for arch in archs}
     print(f"Triton {triton.__version__}. Registers of a thread / KB of shared memory, + bytes spilled to memory.\n")
     print("| kernel | dtype | model |", " | ".join(f"sm_{arch}" for arch in archs), "|")
     print("|---|---|---|" + "---|" * len(archs))

@@ -74,7 +74,7 @@ def test_kernels_compute_their_definition_without_a_race_and_injected_faults_are
 @pytest.mark.slow
 def test_the_kernels_of_a_decode_step_compute_their_definition_as_compiled_for_sm_90():
     check(
-        "linear bfloat16 gated",
+        "linear bfloat16 int8 gated with bias",
         "decode bfloat16 64 int8",
         "decode_attention bfloat16 64 int8",
         "decode_attention 16 splits",
