@@ -12,7 +12,7 @@ constexpr int LANES = 16;
 namespace {
 
 constexpr int BEFORE = KERNEL - 1;                         // tokens of the window
-constexpr int VALUES = (VALUE_DIM + LANES - 1) / LANES;    // vectors of a value
+constexpr int VALUES = ceil_div(VALUE_DIM, LANES);         // vectors of a value
 
 // Call visit(i, num) for the numbers i .. i + num - 1 of SIZE, at most LANES at a time.
 template <int SIZE, class Visit>
